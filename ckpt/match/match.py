@@ -34,9 +34,7 @@ from ckpt.state.stateful import (
     Stateful,
     call_of,
     identity,
-    module_entries,
     parameter_names,
-    unwrapped,
 )
 from ckpt.state.tensor_kinds import check_mode, kind_problem, memory_problem
 from ckpt.state.typed_values import is_plain_array, like_target
@@ -44,10 +42,10 @@ from formats.catalog import TensorRef, join
 from formats.native.tree import ROOT
 from sharding.describe.describing import (
     TensorLike,
-    clean_name,
+    describe_module,
     load_rest,
     part_of,
-    state_dict_names,
+    state_dict_keys,
 )
 from sharding.describe.local_part import LocalPart
 from sharding.describe.sharded_tensor import is_sharded
@@ -224,7 +222,9 @@ class _Matcher:
     def _module(self, module: nn.Module, path: str) -> Installer:
         own = {identity(t) for t in _tensors_of(module)}
         with call_of("state_dict", path):
-            entries = module_entries(module)
+            entries = describe_module(module)
+        if self._builder.saved.leaves.get(path) == {}:
+            self._builder.used.add(path)  # of a module without entries
         aliases_only = True
         steps: dict[str, Installer] = {}
         for key, value in entries.items():
@@ -237,12 +237,12 @@ class _Matcher:
         if aliases_only and not _customised(module):
             return lambda: module  # the reads fill the parameters and buffers themselves
         self.installs = True
-        original = {clean_name(key): key for key in state_dict_names(unwrapped(module))}
+        original = state_dict_keys(module)
 
         def install() -> object:
             loaded = {original.get(key, key): step() for key, step in steps.items()}
             with call_of("load_state_dict", path):
-                load_rest(unwrapped(module), loaded)
+                load_rest(module, loaded)
             return module
 
         return install
@@ -331,8 +331,7 @@ def _unfit(given: TensorLike) -> str | None:
 
 
 def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    inner = unwrapped(module)
-    return [*inner.parameters(), *inner.buffers()]
+    return [*module.parameters(), *module.buffers()]
 
 
 def _customised(module: nn.Module) -> bool:
@@ -345,7 +344,7 @@ def _customised(module: nn.Module) -> bool:
         type(part).load_state_dict is not nn.Module.load_state_dict
         or not all(map(_is_of_runtime, part._load_state_dict_pre_hooks.values()))
         or not all(map(_is_of_runtime, part._load_state_dict_post_hooks.values()))
-        for part in unwrapped(module).modules()
+        for part in module.modules()
     )
 
 

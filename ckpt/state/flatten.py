@@ -31,7 +31,6 @@ from ckpt.state.stateful import (
     call_of,
     has_address,
     identity,
-    module_entries,
     optimizer_entries,
     parameter_names,
 )
@@ -44,7 +43,7 @@ from formats.limits import current
 from formats.native.opened_shard import OWN_ENTRIES
 from formats.native.tree import ROOT
 from formats.safetensors_header import METADATA_KEY
-from sharding.describe.describing import TensorLike, describe, part_of
+from sharding.describe.describing import TensorLike, describe, describe_module, part_of
 from sharding.describe.dtensor import described_before
 from sharding.describe.local_part import LocalPart
 from sharding.layout import Layout, Mesh
@@ -140,7 +139,7 @@ class _Flattener:
             return self._items(node, path, name)  # type: ignore[arg-type]
         if isinstance(node, nn.Module):
             with call_of("state_dict", shown(path)):
-                entries = module_entries(node)
+                entries = describe_module(node)
             return self._nest(entries, path, name)
         if isinstance(node, Optimizer):
             return self._optimizer(node, path, name)

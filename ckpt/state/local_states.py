@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ckpt.errors import StateError
-from ckpt.state.stateful import MAX_DEPTH, unwrapped
+from ckpt.state.stateful import MAX_DEPTH
 from sharding.describe.local_part import FLAT_PARAMETERS
 
 FLAT = "_flat_param"
@@ -64,7 +64,7 @@ def with_names(state: object, model: nn.Module | None, depth: int = 0) -> object
         )
     from sharding.describe.torch_fsdp import named_parts  # torch's FSDP
 
-    return named_parts(unwrapped(model), state)
+    return named_parts(model, state)
 
 
 def _is_flat(key: object) -> bool:

@@ -2,8 +2,10 @@
 
 Rules:
 
-1. A module's entries have the names of its own `state_dict()`, without the prefixes of wrappers:
-   DDP's `module.`, torch.compile's `_orig_mod.`. Each parameter in a flat parameter has an entry.
+1. A module's entries have the names of its own `state_dict()`, without the parts that wrappers of
+   torch and of this project add (`sharding.describe.members.WRAPPED`): DDP's `module.`,
+   torch.compile's `_orig_mod.`. Entries of a wrapper itself stay. Each parameter in a flat
+   parameter has an entry.
 2. An optimizer's entries are keyed by its parameters' names in the modules of the same state, never
    by position, so that they fit any world size, grouping and wrapper:
    `{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`. If there are several
@@ -35,9 +37,8 @@ from ckpt.state.refusals import shown
 from ckpt.state.subclass_state import inner_of, plain, taken_apart
 from formats.catalog import join
 from sharding.describe.describing import (
+    CleanNames,
     TensorLike,
-    clean_name,
-    describe_module,
     flat_members,
     is_divided,
 )
@@ -77,21 +78,6 @@ def call_of(method: str, entry: str) -> Iterator[None]:
         raise
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
-    """Returns the module inside DataParallel, DistributedDataParallel and torch.compile."""
-    while True:
-        data_parallel = isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
-        inner = getattr(module, "module" if data_parallel else "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return module
-        module = inner
-
-
-def module_entries(module: nn.Module) -> dict[str, object]:
-    """Returns the state by clean names: the parameters themselves, or their parts, to show ties."""
-    return describe_module(unwrapped(module))
-
-
 @dataclass(frozen=True, slots=True)
 class ParameterNames:
     """The names of parameters, by identity, for the optimizers of one state."""
@@ -125,11 +111,11 @@ def parameter_names(state: object) -> ParameterNames:
     """Returns the names of all parameters of the modules in a state."""
     found: dict[int, tuple[str, NamedParameter]] = {}
     for path, module in modules(state):
-        inner = unwrapped(module)
-        for member in flat_members(inner):
+        for member in flat_members(module):
             found.setdefault(id(member.parameter), (path, NamedParameter.of(member)))
-        for name, parameter in inner.named_parameters(remove_duplicate=False):
-            named = NamedParameter(parameter, (clean_name(name),))
+        clean = CleanNames(module)
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            named = NamedParameter(parameter, (clean.of(name),))
             found.setdefault(id(parameter), (path, named))
     return ParameterNames(found)
 

@@ -9,7 +9,7 @@ Rules:
 1. No function communicates. Unsharded parameters of the modules are resharded; an all-gather in
    flight is awaited.
 2. Names are those of the modules themselves, without the parts that wrappers add. A tied parameter
-   has all of its names, and one part.
+   has all of its names, and one part. Two entries that get one name are an error.
 3. A local part shares the memory of the parameter that the optimizer sees: a write to the part
    loads the parameter.
 4. Optimizer state of a parameter is divided like the parameter (`FlatSlice.of`).
@@ -24,7 +24,7 @@ the local part of tensor parallelism.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
@@ -35,8 +35,10 @@ from torch import nn
 from sharding.describe import dtensor, sharded_tensor, torch_fsdp
 from sharding.describe.local_part import LocalPart, check_holds
 from sharding.describe.members import WRAPPERS as WRAPPERS
+from sharding.describe.members import CleanNames as CleanNames
 from sharding.describe.members import FlatMember as FlatMember
 from sharding.describe.members import clean_name as clean_name
+from sharding.errors import ShardingError
 from sharding.layout import Layout, Mesh
 from sharding.state_dict_settings import local_state_dicts
 
@@ -63,7 +65,8 @@ def describe_module(module: nn.Module) -> dict[str, object]:
     """Returns the module's state by name: a `LocalPart` for every parameter in a flat one.
 
     The other values are those of `module.state_dict(keep_vars=True)`: tensors and DTensors, which
-    `describe` takes, and objects that modules add to their state dicts.
+    `describe` takes, and objects that modules add to their state dicts. Raises ShardingError if two
+    entries get one name.
 
     >>> import torch.distributed as dist
     >>> from sharding import FullyShardedDataParallel, ShardingStrategy
@@ -83,8 +86,8 @@ def describe_module(module: nn.Module) -> dict[str, object]:
         state = module.state_dict(keep_vars=True)
     buffer_dtypes = torch_fsdp.buffer_dtypes(module) if has_torch_fsdp else {}
     entries: dict[str, object] = {}
-    for path, value in state.items():
-        name = clean_name(path)
+    for name, path in _names_of(module, state).items():
+        value = state[path]
         member = members.get(id(value))
         if member is None:
             entries[name] = value
@@ -149,10 +152,28 @@ def load_rest(module: nn.Module, state: Mapping[str, object]) -> None:
         module.load_state_dict(rest, strict=False)
 
 
-def state_dict_names(module: nn.Module) -> list[str]:
-    """Returns the names in the module's `state_dict()`, without a gather."""
+def state_dict_keys(module: nn.Module) -> dict[str, str]:
+    """Returns the keys of the module's `state_dict()` by the names of its state, without a gather.
+
+    Raises ShardingError if two keys get one name.
+    """
     with _local_state_dicts(module, torch_fsdp.is_in(module)):
-        return list(module.state_dict())
+        return _names_of(module, module.state_dict())
+
+
+def _names_of(module: nn.Module, keys: Iterable[str]) -> dict[str, str]:
+    clean = CleanNames(module)
+    if not clean.has_wrappers:
+        return {key: key for key in keys}
+    found: dict[str, str] = {}
+    for key in keys:
+        name = clean.of(key)
+        if found.setdefault(name, key) != key:
+            raise ShardingError(
+                f"the entries {found[name]!r} and {key!r} of a {type(module).__name__} both get "
+                f"the name {name!r}, as names have no parts of wrappers; rename one of them"
+            )
+    return found
 
 
 @contextmanager

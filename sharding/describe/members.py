@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,23 @@ KEY_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """Parts of names that FSDP's class and activation checkpointing add; state dicts lack them."""
 WRAPPERS = (*KEY_WRAPPERS, "_orig_mod.")
 """All parts that wrappers add. The keys of state dicts keep the part of torch.compile."""
+WRAPPED = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": (
+        "_checkpoint_wrapped_module"
+    ),
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
+        "_fsdp_wrapped_module"
+    ),
+    f"{__name__.removesuffix('describe.members')}fsdp1.wrapper.FullyShardedDataParallel": (
+        "_fsdp_wrapped_module"
+    ),
+}
+"""The classes of wrappers, and the attribute that each has for the module that it wraps.
+
+A module of another class may have a child of the same name: its name belongs to the child's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,13 +90,66 @@ def clean_name(name: str) -> str:
     return name
 
 
-def clean_prefix(path: str) -> str:
-    """Returns the prefix of a module's path for the names inside the module.
+def wrapped_child(module: nn.Module) -> str | None:
+    """Returns the attribute of a wrapper for the module that it wraps; None for another module.
 
-    >>> clean_prefix("layers.0._fsdp_wrapped_module"), clean_prefix("")
-    ('layers.0.', '')
+    >>> wrapped_child(nn.DataParallel(nn.Linear(2, 2))), wrapped_child(nn.Linear(2, 2))
+    ('module', None)
     """
-    return clean_name(f"{path}.") if path else ""
+    return _wrapped_child(type(module))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1024)
+def _wrapped_child(kind: type[nn.Module]) -> str | None:
+    names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
+    return next((WRAPPED[name] for name in names if name in WRAPPED), None)
+
+
+class CleanNames:
+    """The names of a module's state without the parts that wrappers add.
+
+    The class of the module that has a child decides whether the child's name is such a part.
+
+    >>> net = nn.Sequential(nn.Module(), nn.DataParallel(nn.Linear(2, 2)))
+    >>> net[0].module = nn.Linear(2, 2)
+    >>> [CleanNames(net).of(key) for key in ("0.module.bias", "1.module.bias")]
+    ['0.module.bias', '1.bias']
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.has_wrappers = any(map(wrapped_child, module.modules()))
+        self._known: dict[str, tuple[str, nn.Module | None]] = {"": ("", module)}
+        """The names and modules by their paths; None where a path leads to no module."""
+
+    def of(self, key: str) -> str:
+        """Returns the name of a path, or of a key of the state dict."""
+        if not self.has_wrappers:
+            return key
+        path, dot, last = key.rpartition(".")
+        return self.prefix(path) + last if dot else key
+
+    def prefix(self, path: str) -> str:
+        """Returns the prefix of a module's path for the names inside the module."""
+        if not self.has_wrappers:
+            return f"{path}." if path else ""
+        return self._at(path)[0]
+
+    def _at(self, path: str) -> tuple[str, nn.Module | None]:
+        found = self._known.get(path)
+        if found is None:
+            above, _, child = path.rpartition(".")
+            prefix, owner = self._at(above)
+            wrapped = None if owner is None else wrapped_child(owner)
+            while owner is not None and wrapped is not None and child not in owner._modules:
+                owner = owner._modules[wrapped]  # the hooks of a wrapper take its part off keys
+                wrapped = None if owner is None else wrapped_child(owner)
+            has_child = owner is not None and child in owner._modules
+            below = owner._modules[child] if owner is not None and has_child else None
+            found = self._known[path] = (
+                prefix if child == wrapped else f"{prefix}{child}.",
+                below,
+            )
+        return found
 
 
 def state_key(path: str) -> str:
@@ -109,10 +180,11 @@ def names_in(module: nn.Module, parameters: Sequence[Places]) -> list[tuple[str,
     for index, parameter in enumerate(parameters):
         for owner, attribute in parameter:
             places.setdefault(owner, []).append((attribute, index))
+    clean = CleanNames(module)
     found: list[dict[str, None]] = [{} for _ in parameters]
     for path, part in module.named_modules(remove_duplicate=False):
         for attribute, index in places.get(part, ()):
-            found[index][clean_prefix(path) + attribute] = None
+            found[index][clean.prefix(path) + attribute] = None
     return [tuple(names) for names in found]
 
 

@@ -32,13 +32,7 @@ from torch import nn
 
 from sharding.describe import sharded_tensor
 from sharding.describe.local_part import FlatSlice
-from sharding.describe.members import (
-    FlatMember,
-    check_numel,
-    clean_name,
-    clean_prefix,
-    names_in,
-)
+from sharding.describe.members import CleanNames, FlatMember, check_numel, names_in
 from sharding.describe.torch_fsdp_layouts import slices_of
 from sharding.errors import LocalShapeError, ShardingError
 
@@ -103,12 +97,13 @@ def flat_members(module: nn.Module) -> Iterator[FlatMember]:
 
 def buffer_dtypes(module: nn.Module) -> dict[str, torch.dtype]:
     """Returns the original dtypes of the buffers that mixed precision has cast, by name."""
+    clean = CleanNames(module)
     found: dict[str, torch.dtype] = {}
     for path, unit in module.named_modules():
         if is_unit(unit) and unit.mixed_precision.buffer_dtype is not None:
             for name, dtype in unit._buffer_name_to_orig_dtype.items():
                 if name not in unit._ignored_buffer_names:
-                    found[clean_prefix(path) + clean_name(name)] = dtype
+                    found[clean.of(f"{path}.{name}" if path else name)] = dtype
     return found
 
 
@@ -120,14 +115,15 @@ def named_parts(module: nn.Module, state: Mapping[str, object]) -> dict[str, obj
 
     Raises LocalShapeError for a shard that is missing, truncated, or of another world size.
     """
+    clean = CleanNames(module)
     units = {
-        clean_prefix(path) + FLAT_PARAMETER: (unit, unit._handle)
+        clean.prefix(path) + FLAT_PARAMETER: (unit, unit._handle)
         for path, unit in module.named_modules()
         if is_unit(unit) and unit._handle is not None
     }
     parts: dict[str, object] = {}
     inside: set[str] = set()
-    given = {clean_name(key): value for key, value in state.items()}
+    given = {clean.of(key): value for key, value in state.items()}
     for key, (unit, handle) in units.items():
         if key in given:
             shard = _shard(key, given[key], handle)
