@@ -16,22 +16,34 @@ axis. Its placements, read from left to right, give every rank its elements if t
 evenly. Otherwise the two can differ: of 9 rows over 4 × 2 ranks, FSDP2 has the last row at (3, 1),
 and torch's placements at (3, 0). The layout of such a tensor has the transposed mesh with plain
 shards, in the order of the cuts.
+
+[Note: order of ranks]
+A DeviceMesh may list its ranks in any order, but its process groups sort theirs, and a collective
+moves chunk i from or to the i-th rank of the group. So `fully_shard` and `distribute_tensor` place
+chunks by the order of the group, and `full_tensor()` and every operation gather them so. A layout
+follows the groups: its mesh is sorted along the axes that cut. Torch itself goes by the coordinate
+in the mesh where it communicates nothing, as in `distribute_tensor(src_data_rank=None)`; the order
+of the chunks is then another one also for `full_tensor()`. It cuts off padding by the coordinate
+too, and loses rows that do not divide evenly: the local shape shows it.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeGuard
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
+import torch.distributed as dist
 
 from sharding.errors import LocalShapeError, PartialError, UnknownPlacementError
 from sharding.layout import Layout, Mesh, Placement, Replicate, Shard, StridedShard
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement as TorchPlacement
@@ -42,9 +54,21 @@ MAX_KNOWN = 1 << 14
 _REPLICATED = (Replicate(),)
 _known: dict[tuple[int, tuple[int, ...], tuple[Placement, ...]], Layout] = {}
 """Layouts by the identity of the mesh (which the layout keeps alive), shape and placements."""
-_meshes: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
+_meshes: WeakKeyDictionary[DeviceMesh, _Meshes] = WeakKeyDictionary()
+_sorted: WeakKeyDictionary[ProcessGroup, bool] = WeakKeyDictionary()
+"""Whether a group's ranks ascend."""
 _specs: dict[int, _Known] = {}
 """The layout and rank of each DTensorSpec, by its id."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Meshes:
+    """The ranks of a DeviceMesh in the orders that were asked for."""
+
+    own: Mesh
+    """In the order of the DeviceMesh."""
+    by_axes: dict[tuple[int, ...], Mesh | None]
+    """Sorted along the axes, the first cut first; None if that is impossible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +113,18 @@ def describe(tensor: torch.Tensor, name: str, world: Mesh) -> tuple[torch.Tensor
         _specs.pop(id(tensor._spec), None)  # this process may have become another rank
         known = _of_spec(tensor, name)
     if not known.fits(local):
-        said = known.local_shape
+        advice = "make it with distribute_tensor, or pass the right shape= to DTensor.from_local"
+        own = mesh_of(tensor.device_mesh)
+        if own.ascending(range(len(own.sizes))) is not own:
+            advice = (
+                "torch gives chunks to ranks by their order in the process group, but cuts off "
+                "padding by their order in the mesh, which loses rows: make a mesh of ascending "
+                "ranks, or a size that divides evenly"
+            )
         raise LocalShapeError(
             f"{name}: rank {known.rank} has a local tensor of shape {tuple(local.shape)}, but "
-            f"{tuple(tensor.placements)} over a mesh of {known.layout.mesh.sizes} give it {said} "
-            f"of {known.layout.shape}; make it with distribute_tensor, or pass the right shape= to "
-            "DTensor.from_local"
+            f"{tuple(tensor.placements)} over {_shown(tensor.device_mesh)} give it "
+            f"{known.local_shape} of {known.layout.shape}; {advice}"
         )
     return local.detach(), known.layout
 
@@ -175,8 +205,9 @@ def _known_layout(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placemen
 
 def _layout(tensor: DTensor, name: str) -> Layout:
     """Returns the layout for a DTensor's mesh and placements."""
-    shape, mesh = tuple(tensor.shape), mesh_of(tensor.device_mesh)
+    shape = tuple(tensor.shape)
     placements = tuple(_placement(p, shape, name) for p in tensor.placements)
+    mesh = _sorted_mesh(tensor.device_mesh, placements)
     last = _cut_last(shape, mesh, placements)
     if not last:
         return _known_layout(shape, mesh, placements)
@@ -185,15 +216,74 @@ def _layout(tensor: DTensor, name: str) -> Layout:
     return Layout(shape, mesh.transposed(order), plain)
 
 
-def mesh_of(device_mesh: DeviceMesh) -> Mesh:
-    """Returns the ranks of a DeviceMesh, converted once."""
-    mesh = _meshes.get(device_mesh)
-    if mesh is None:
+def _sorted_mesh(device_mesh: DeviceMesh, placements: Sequence[Placement]) -> Mesh:
+    """Returns the ranks in the order of a DTensor's chunks; see [Note: order of ranks]."""
+    cut = [axis for axis, placement in enumerate(placements) if placement != Replicate()]
+    if any(isinstance(placement, StridedShard) for placement in placements):
+        mesh_of(device_mesh, cut[::-1])  # either axis may have cut first
+    return mesh_of(device_mesh, cut)
+
+
+def mesh_of(device_mesh: DeviceMesh, cut: Sequence[int] = ()) -> Mesh:
+    """Returns the ranks of a DeviceMesh, converted once.
+
+    Along the axes in `cut`, which cut a tensor one after the other, a coordinate is a place in the
+    axis' process group. Raises UnknownPlacementError if the groups contradict each other.
+    """
+    known = _meshes.get(device_mesh)
+    if known is None:
         ranks = device_mesh.mesh
         names = device_mesh.mesh_dim_names or tuple(f"dim_{axis}" for axis in range(ranks.ndim))
-        mesh = Mesh.of_ranks(names, tuple(ranks.shape), ranks.flatten().tolist())
-        _meshes[device_mesh] = mesh
+        own = Mesh.of_ranks(names, tuple(ranks.shape), ranks.flatten().tolist())
+        known = _meshes[device_mesh] = _Meshes(own, {})
+    axes = tuple(axis for axis in cut if _is_sorted(device_mesh, axis))
+    if axes not in known.by_axes:
+        known.by_axes[axes] = known.own.ascending(axes)
+    mesh = known.by_axes[axes]
+    if mesh is None:
+        raise UnknownPlacementError(
+            f"{_shown(device_mesh)} cuts tensors along its axes {axes}, and each "
+            "process group sorts its ranks: with these ranks the parts of one rank do not fit "
+            "together, nor does full_tensor(); make a mesh whose ranks ascend along each axis"
+        )
     return mesh
+
+
+def _is_sorted(device_mesh: DeviceMesh, axis: int) -> bool:
+    """Whether the group of an axis sorts its ranks; False if it has them in the mesh's order.
+
+    A mesh sorts the groups that it makes. A user can give it one with another order, and the mesh
+    has to have this order, too, because a rank knows no groups of others.
+    """
+    if device_mesh.get_coordinate() is None:
+        return True
+    try:
+        group = device_mesh.get_group(axis)
+    except RuntimeError:  # a mesh that was made without groups
+        return True
+    is_sorted = _sorted.get(group)
+    if is_sorted is None:
+        ranks = dist.get_process_group_ranks(group)
+        is_sorted = _sorted[group] = ranks == sorted(ranks)
+    if not is_sorted:
+        _check_order(device_mesh, axis, dist.get_process_group_ranks(group))
+    return is_sorted
+
+
+def _check_order(device_mesh: DeviceMesh, axis: int, ranks: list[int]) -> None:
+    """Raises UnknownPlacementError if a group has its ranks in neither order."""
+    index: list[int | slice] = list(device_mesh.get_coordinate() or ())
+    index[axis] = slice(None)
+    line = device_mesh.mesh[tuple(index)].tolist()
+    if line != ranks:
+        raise UnknownPlacementError(
+            f"axis {axis} of {_shown(device_mesh)} has the ranks {line!s:.80}, and its process "
+            f"group has them in the order {ranks!s:.80}; make the mesh in the group's order"
+        )
+
+
+def _shown(device_mesh: DeviceMesh) -> str:
+    return f"the mesh {device_mesh.mesh.tolist()!s:.200}"
 
 
 def _placement(placement: TorchPlacement, shape: tuple[int, ...], name: str) -> Placement:

@@ -139,6 +139,37 @@ class Mesh:
             found[axis] = last - index if last else index
         return None if rest else tuple(found)
 
+    def ascending(self, axes: Sequence[int]) -> Mesh | None:
+        """Returns the mesh in which the ranks ascend along these axes; itself if they do already.
+
+        Along such an axis a rank's coordinate becomes its place among the sorted ranks of its line,
+        the ranks with the same coordinates along all other axes. `axes` are in the order of the
+        cuts. None if ranks of one part of an earlier cut are not in one line of a later one.
+
+        >>> list(Mesh.of_ranks(("dp", "tp"), (2, 2), (3, 2, 0, 1)).ascending([1]).ranks())
+        [2, 3, 0, 1]
+        """
+        if not self.table and all(self.strides[axis] >= 0 for axis in axes):
+            return self
+        ranks, steps = list(self.ranks()), row_major(self.sizes)
+        places = [
+            [index // step % size for index in range(len(ranks))]
+            for size, step in zip(self.sizes, steps, strict=True)
+        ]
+        cut: list[int] = []
+        for axis in axes:
+            step, last = steps[axis], self.sizes[axis] - 1
+            for first in [index for index in range(len(ranks)) if index // step % (last + 1) == 0]:
+                line = range(first, first + last * step + 1, step)
+                if any(places[other][i] != places[other][first] for other in cut for i in line):
+                    return None
+                for place, index in enumerate(sorted(line, key=ranks.__getitem__)):
+                    places[axis][index] = place
+            cut.append(axis)
+        found = dict(zip(zip(*places, strict=True), ranks, strict=True))
+        ordered = tuple(found[coordinate] for coordinate in product(*map(range, self.sizes)))
+        return self if ordered == tuple(ranks) else Mesh.of_ranks(self.names, self.sizes, ordered)
+
     def transposed(self, axes: Sequence[int]) -> Mesh:
         """Returns the same ranks with the axes in this order.
 

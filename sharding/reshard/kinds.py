@@ -194,8 +194,9 @@ def _mesh_and_axis(mesh: DeviceMesh) -> tuple[Mesh, int]:
     root = root_mesh(mesh)
     names = root.mesh_dim_names or ()
     if mesh.mesh_dim_names and root.ndim > mesh.ndim and set(mesh.mesh_dim_names) <= set(names):
-        return mesh_of(root), names.index(mesh.mesh_dim_names[-1])
-    return mesh_of(mesh), mesh.ndim - 1
+        axis = names.index(mesh.mesh_dim_names[-1])
+        return mesh_of(root, [axis]), axis
+    return mesh_of(mesh, [mesh.ndim - 1]), mesh.ndim - 1
 
 
 def _item(name: str, tensor: TensorLike, targets: _Targets) -> _Item:

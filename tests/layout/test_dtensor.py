@@ -165,21 +165,66 @@ def test_hybrid_fsdp2_over_tensor_parallelism_has_replicas(as_rank: AsRank, rows
         assert isinstance(layout.placements[0], OurReplicate)
 
 
-def test_a_mesh_in_any_order_and_with_any_ranks_is_kept(as_rank: AsRank) -> None:
-    full = numbers((7, 5))
-    for ranks, affine in [
-        ([[0, 4], [1, 5], [2, 6]], True),
-        ([[6, 5], [3, 2]], True),
-        ([[0, 7, 3], [5, 1, 2]], False),
-    ]:
-        for rank in range(8):
-            with as_rank(rank, 8):
-                mesh = DeviceMesh("cpu", ranks)
-                tensor = distribute_tensor(full, mesh, [Shard(0), Shard(1)], src_data_rank=None)
-                layout = check(tensor, full, rank)
-            assert layout.mesh.names == ("dim_0", "dim_1")
-            assert list(layout.mesh.ranks()) == [r for row in ranks for r in row]
-            assert (layout.mesh.table == ()) == affine
+@pytest.mark.parametrize(
+    ("ranks", "placements", "expected"),
+    [
+        ([[0, 4], [1, 5], [2, 6]], (Shard(0), Shard(1)), [0, 4, 1, 5, 2, 6]),
+        ([[6, 5], [3, 2]], (Shard(0), Shard(1)), [2, 3, 5, 6]),
+        ([[6, 5], [3, 2]], (Replicate(), Shard(1)), [5, 6, 2, 3]),
+        ([[6, 5], [3, 2]], (Shard(1), Replicate()), [3, 2, 6, 5]),
+        ([[6, 5], [3, 2]], (Replicate(), Replicate()), [6, 5, 3, 2]),
+        ([[0, 7, 3], [5, 1, 2]], (Replicate(), Shard(0)), [0, 3, 7, 1, 2, 5]),
+        ([[0, 1], [3, 2]], (Shard(0), Shard(0)), [0, 1, 2, 3]),
+    ],
+    ids=str,
+)
+def test_a_layout_has_the_ranks_sorted_along_the_axes_that_cut(
+    as_rank: AsRank,
+    ranks: list[list[int]],
+    placements: tuple[Placement, Placement],
+    expected: list[int],
+) -> None:
+    for rank in range(8):
+        with as_rank(rank, 8):
+            mesh = DeviceMesh("cpu", ranks)
+            full = numbers((12, 12))
+            _, layout = describe(
+                distribute_tensor(full, mesh, placements, src_data_rank=None), "weight", world(8)
+            )
+        assert layout.mesh.names == ("dim_0", "dim_1")
+        assert list(layout.mesh.ranks()) == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "placements"),
+    [
+        ([[0, 7, 3], [5, 1, 2]], (Shard(0), Shard(1))),
+        ([[0, 3], [2, 1]], (Shard(0), Shard(0))),
+        ([[0, 1], [3, 2]], (_StridedShard(0, split_factor=2), Shard(0))),
+    ],
+    ids=str,
+)
+def test_a_mesh_whose_groups_contradict_each_other_is_an_error_that_shows_it(
+    as_rank: AsRank, ranks: list[list[int]], placements: tuple[Placement, Placement]
+) -> None:
+    with as_rank(1, 8):
+        mesh = DeviceMesh("cpu", ranks)
+        tensor = distribute_tensor(numbers((12, 12)), mesh, placements, src_data_rank=None)
+        with pytest.raises(UnknownPlacementError) as caught:
+            describe(tensor, "w", world(8))
+    assert str(ranks) in str(caught.value)
+
+
+def test_rows_that_torch_loses_are_an_error_that_says_why(as_rank: AsRank) -> None:
+    with as_rank(0, 2):
+        mesh = DeviceMesh("cpu", [1, 0])
+        tensor = distribute_tensor(numbers((5,)), mesh, [Shard(0)], src_data_rank=None)
+        with pytest.raises(LocalShapeError) as caught:
+            describe(tensor, "w", world(2))
+    message = str(caught.value)
+    assert "w: rank 0 has a local tensor of shape (2,)" in message
+    assert "over the mesh [1, 0] give it (3,) of (5,)" in message
+    assert "make a mesh of ascending ranks" in message
 
 
 def test_a_submesh_is_described_by_its_own_ranks(as_rank: AsRank) -> None:

@@ -56,6 +56,52 @@ def test_a_transposed_mesh_has_the_same_ranks_at_transposed_coordinates(
     assert turned.names == tuple(mesh.names[axis] for axis in axes)
 
 
+@seeded
+@given(data=st.data())
+def test_a_sorted_mesh_ascends_along_an_axis_and_has_the_same_lines(
+    meshes: st.SearchStrategy[Mesh], data: st.DataObject
+) -> None:
+    mesh = data.draw(meshes)
+    axis = data.draw(st.integers(0, len(mesh.sizes) - 1)) if mesh.sizes else None
+    found = mesh.ascending([] if axis is None else [axis])
+    assert found is not None
+    ranks = np.array(list(mesh.ranks())).reshape(mesh.sizes)
+    expected = ranks if axis is None else np.sort(ranks, axis)
+    assert list(found.ranks()) == expected.reshape(-1).tolist()
+    assert (found is mesh) == np.array_equal(ranks, expected)
+    assert found.names == mesh.names
+
+
+@seeded
+@given(ranks=st.permutations(range(8)), axes=st.sampled_from([(0, 1), (0, 2), (1, 2), (0, 1, 2)]))
+def test_a_mesh_is_sorted_along_several_axes_if_gathers_by_sorted_groups_agree(
+    ranks: list[int], axes: tuple[int, ...]
+) -> None:
+    mesh = Mesh.of_ranks(("a", "b", "c"), (2, 2, 2), ranks)
+    found = mesh.ascending(axes)
+    held = {rank: {(): rank} for rank in ranks}
+    grid = np.array(ranks).reshape(2, 2, 2)
+    for axis in reversed(axes):  # the last cut is undone first
+        gathered = {}
+        for line in np.moveaxis(grid, axis, -1).reshape(-1, 2).tolist():
+            whole = {
+                (place, *inner): owner
+                for place, rank in enumerate(sorted(line))
+                for inner, owner in held[rank].items()
+            }
+            gathered.update(dict.fromkeys(line, whole))
+        held = gathered
+    if len(axes) == 3:
+        agree = all(whole == held[0] for whole in held.values())
+        assert (found is not None) == agree
+    if found is not None:
+        for whole in held.values():
+            for place, owner in whole.items():
+                at = found.coordinate(owner)
+                assert at is not None
+                assert tuple(at[axis] for axis in axes) == place
+
+
 @pytest.mark.parametrize(
     "ranks",
     [
