@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         StateDictConfig,
         StateDictSettings,
         StateDictType,
+        TrainingState,
     )
 
 _FROM = {
@@ -77,6 +78,7 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "TrainingState",
     "UnshardHandle",
     "fully_shard",
     "register_fsdp_forward_method",

@@ -42,7 +42,7 @@ def fully_shard(
     mixed_precision: MixedPrecision | None = None,
     cpu_offload: CPUOffload | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
-    device_id: int | torch.device | None = None,
+    device_id: int | str | torch.device | None = None,
     param_init_fn: Callable[[nn.Module], None] | None = None,
     sync_module_states: bool = False,
     forward_prefetch: bool = False,

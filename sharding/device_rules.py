@@ -17,13 +17,18 @@ from sharding.torch_versions import current_accelerator
 CPU = torch.device("cpu")
 
 
-def device_given(device_id: int | torch.device | None, rank: int) -> torch.device | None:
+def device_given(device_id: int | str | torch.device | None, rank: int) -> torch.device | None:
     """Returns the device that `device_id` means. Warns if it lacks an index.
 
     Raises MisuseError if there is no such device.
     """
     if device_id is None:
         return None
+    if isinstance(device_id, str):
+        try:
+            device_id = torch.device(device_id)
+        except RuntimeError as error:
+            raise ArgumentError(f"device_id={device_id!r} is no device: {error}") from error
     accelerator = current_accelerator()
     if not isinstance(device_id, torch.device):
         if accelerator is None:

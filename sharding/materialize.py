@@ -8,6 +8,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from sharding.engine.shard_group import HybridGroups
 from sharding.errors import ArgumentError, ArgumentTypeError
@@ -37,6 +38,8 @@ def materialize(
     Raises ArgumentTypeError if such a module lacks this method, and RuntimeError if a tensor is
     still on the meta device.
     """
+    if init is not None and not callable(init):
+        raise ArgumentError(f"param_init_fn: expected {init} to be callable but got {type(init)}")
     for module in modules:
         before = {name: p for name, p in module._parameters.items() if p is not None and p.is_meta}
         own = list(chain(module.parameters(recurse=False), module.buffers(recurse=False)))
@@ -71,11 +74,13 @@ def broadcast_states(tensors: list[torch.Tensor], groups: HybridGroups) -> None:
 
     All ranks call this, with tensors of the same shapes. Waits.
     """
+    # Tensor parallelism gives the ranks of both groups the same part of a DTensor.
+    parts = [t.to_local() if isinstance(t, DTensor) else t for t in (t.detach() for t in tensors)]
     for group in (groups.shard.group, groups.replicate.group):
         if group is None:
             continue
         first = dist.get_global_rank(group, 0)
-        works = [dist.broadcast(t.detach(), first, group=group, async_op=True) for t in tensors]
+        works = [dist.broadcast(part, first, group=group, async_op=True) for part in parts]
         for work in works:
             if work is not None:
                 work.wait()

@@ -71,6 +71,16 @@ class BackwardPrefetch(Enum):
     """After they are computed and before they are reduced: one unit fewer in memory."""
 
 
+class TrainingState(Enum):
+    """The state of an instance, as its attribute `training_state` gives it."""
+
+    IDLE = auto()
+    FORWARD_BACKWARD = auto()
+    """Its forward runs, or a backward of its root."""
+    SUMMON_FULL_PARAMS = auto()
+    """Inside `summon_full_params`."""
+
+
 # --- Precision -----------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from sharding.engine.flat_param_group import (
     FlatParamGroup,
     flat_param_groups,
 )
-from sharding.engine.unit import Unit, units_of
+from sharding.engine.unit import units_of
 from sharding.errors import ShardingError
 
 
@@ -27,14 +27,14 @@ def flat_members(module: nn.Module) -> Iterator[FlatMember]:
     Original parameters that are not divided are left out: they are the same as before wrapping.
     """
     units = list(units_of((module,)))
-    owner = {id(param_group): unit for unit in units for param_group in unit.param_groups}
     param_groups = list({id(b): b for unit in units for b in flat_param_groups(unit.used)}.values())
     every = iter(
         names_in(module, [p.owners for param_group in param_groups for p in param_group.parameters])
     )
     for param_group in param_groups:
         names = [next(every) for _ in param_group.parameters]
-        seen = _seen(param_group, owner.get(id(param_group)))
+        param_group.reshard()
+        seen = param_group.registered()
         if _is_as_it_was(param_group):
             continue
         # A tied parameter may be in the module, and others of its parameter group may be outside.
@@ -97,11 +97,3 @@ def _is_as_it_was(param_group: FlatParamGroup) -> bool:
         p.distributed is not None for p in param_group.parameters
     )
     return param_group.form.use_orig_params and not divided
-
-
-def _seen(param_group: FlatParamGroup, unit: Unit | None) -> list[nn.Parameter]:
-    """Returns the parameters that the optimizer sees now, also those that a user has put there."""
-    if unit is not None and unit.summoned:  # modules have unsharded parameters
-        return param_group.seen()
-    param_group.reshard()
-    return param_group.registered()

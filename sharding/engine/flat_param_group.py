@@ -13,19 +13,21 @@ Rules:
    ones: views of the unsharded buffer, leaves of autograd, without memory when sharded.
 3. A communication hook gets the padded flat gradient, in the same order on all ranks. The tensor
    that it leaves is the gradient, in any dtype if its state has a `parameter_type`.
+4. Modules may have whole parameters for a user (`summon_full_params`, state dicts) in the place of
+   the sharded ones. A forward then computes with their values, and leaves them in the modules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sharding.engine.batches import ReduceScatters
+from sharding.engine.batches import AllGather, ReduceScatters
 from sharding.engine.composition import Purpose
 from sharding.engine.dtensors import as_dtensor, local_of
 from sharding.engine.packing import ChunkPacking, FlatPacking, pack
@@ -33,6 +35,7 @@ from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter, Precision
 from sharding.engine.reduction import Reduction
 from sharding.engine.shard_group import HybridGroups
+from sharding.engine.transport import NoGather, PendingAllGather
 from sharding.engine.unsharded_buffer import UnshardedBuffer
 from sharding.errors import ArgumentTypeError, MisuseError
 
@@ -74,6 +77,18 @@ class FlatForm:
     """Whether views are set without a module's own `__setattr__`."""
 
 
+class WholeParameters(Protocol):
+    """Whole parameters that modules have for a user (rule 4)."""
+
+    def place(self) -> None:
+        """Puts them into the modules."""
+        ...
+
+    def fill(self, buffer: UnshardedBuffer) -> None:
+        """Copies their values, with a user's changes, into a buffer of the group."""
+        ...
+
+
 class FlatParamGroup(ParamGroup):
     """See the rules at the top of this file."""
 
@@ -90,6 +105,7 @@ class FlatParamGroup(ParamGroup):
         self.compute_device: torch.device | None = None
         """The device to compute on; None: the device of the shard."""
         self.hook: CommHook | None = None
+        self.whole: WholeParameters | None = None
         shapes = [parameter.shape for parameter in parameters]
         self.packing = FlatPacking(pack(shapes, [0] * len(shapes)), groups.shard.size)
         self.keys: dict[nn.Module, list[str]] = {}
@@ -148,7 +164,9 @@ class FlatParamGroup(ParamGroup):
         return self.shard_view(index, gradient)
 
     def registered(self) -> list[nn.Parameter]:
-        """Returns the parameters in the modules: those of `seen`, or a user's."""
+        """Returns the sharded parameters in the modules: those of `seen`, or a user's."""
+        if self.whole is not None:
+            return self.seen()
         if not self.form.use_orig_params:
             return [_first(self.form.home._parameters.get(self.form.name), self.flat)]
         found = []
@@ -171,6 +189,8 @@ class FlatParamGroup(ParamGroup):
 
     def take_over_replaced(self) -> None:
         """Takes over replaced parameters (rule 1)."""
+        if self.whole is not None:  # the modules have no sharded parameters that could change
+            return
         if not self.form.use_orig_params:
             current = self.form.home._parameters.get(self.form.name)
             if current is not None and current is not self.flat:
@@ -266,6 +286,14 @@ class FlatParamGroup(ParamGroup):
 
     def _outgoing(self, dtype: torch.dtype) -> list[torch.Tensor]:
         return [self.flat.detach().to(self.device, dtype)]
+
+    def _gather(self, batch: AllGather) -> PendingAllGather:
+        if self.whole is None:
+            return super()._gather(batch)
+        self.buffer = self._buffer(self.dtype)
+        self.buffer.allocate()
+        self.whole.fill(self.buffer)
+        return NoGather()
 
     def _needs_gathering(self, buffer: UnshardedBuffer) -> bool:
         return not buffer.is_over(self.flat)
@@ -375,7 +403,10 @@ class FlatParamGroup(ParamGroup):
             self._place_one(index, parameter, True)
 
     def place_sharded(self) -> None:
-        """Puts the sharded parameters into the modules."""
+        """Puts the sharded parameters into the modules, or whole ones for a user (rule 4)."""
+        if self.whole is not None:
+            self.whole.place()
+            return
         for index, parameter in enumerate(self.parameters):
             self._place_one(index, parameter, False)
 

@@ -19,7 +19,8 @@ from sharding.engine.calls import UnitCall
 from sharding.engine.order_check import OrderCheck
 from sharding.engine.outputs import in_dtype, tensors_in
 from sharding.engine.runtime import Runtime, runtime_of
-from sharding.engine.unit import Unit
+from sharding.engine.unit import Unit, Whole
+from sharding.errors import MisuseError
 
 
 class ForwardHooks:
@@ -50,6 +51,9 @@ class ForwardHooks:
         unit = self._unit
         runtime, policy = runtime_of(unit), unit.policy
         self._returned = False
+        if unit.whole in (Whole.HERE_ALONE, Whole.ELSEWHERE):
+            _check_runs_alone(unit, runtime)
+            return args, kwargs
         begins = len(unit.modules) == 1 or module not in self._to_run or unit not in runtime.running
         if begins:
             if not runtime.is_running:
@@ -155,6 +159,21 @@ def _let_go(call: UnitCall) -> None:
         for param_group in unit.param_groups:
             param_group.keep_part(reshard)
         unit.release(call)
+
+
+def _check_runs_alone(unit: Unit, runtime: Runtime) -> None:
+    """Raises MisuseError for a forward inside `summon_full_params(rank0_only=True)`.
+
+    The first rank may run a forward there that needs no other rank.
+    """
+    trains = torch.is_grad_enabled() and any(p.requires_grad for p in unit.used)
+    if unit.whole is Whole.ELSEWHERE or runtime.is_running or trains:
+        raise MisuseError(
+            f"forward of {type(unit.modules[0]).__name__} inside summon_full_params with "
+            "rank0_only=True: only the first rank has the parameters, so only it can run a "
+            "forward, without gradients and from no outer unit that all ranks run; use "
+            "torch.no_grad() on the first rank, or rank0_only=False"
+        )
 
 
 # For ranks that may run different units: see order_check.py.

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import NoReturn, Protocol
 
 import torch
@@ -44,6 +45,18 @@ UNIT = "_sharding_unit"
 """The attribute of a module that is its unit."""
 BY_USER, KEPT = "unsharded by the user", "kept by a backward that did not reduce"
 """Holders other than calls."""
+
+
+class Whole(Enum):
+    """The ranks whose modules have a unit's whole parameters, inside `summon_full_params`."""
+
+    NOWHERE = auto()
+    """Outside of `summon_full_params`."""
+    EVERYWHERE = auto()
+    HERE_ALONE = auto()
+    """With `rank0_only`, on the first rank."""
+    ELSEWHERE = auto()
+    """With `rank0_only`, on the other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +117,9 @@ class Unit:
         self.prepare = prepare
         """A function, called once before the first forward, when the unit has its runtime."""
         self.runtime: StepRuntime | None = None
-        self.summoned = False
-        """True inside `summon_full_params`."""
+        self.whole = Whole.NOWHERE
+        self.full_precision = False
+        """Whether the unit computes in the dtype of its shards, despite the policy."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raises ArgumentTypeError: shards and process groups cannot be pickled or copied."""
@@ -125,9 +139,9 @@ class Unit:
     # Unshard and reshard.
 
     @property
-    def full_precision(self) -> bool:
-        """Whether the unit computes in the dtype of its shards, despite the policy."""
-        return any(param_group.full_precision for param_group in self.param_groups)
+    def summoned(self) -> bool:
+        """True inside `summon_full_params`."""
+        return self.whole is not Whole.NOWHERE
 
     @property
     def is_root(self) -> bool:

@@ -96,6 +96,7 @@ class EntryPoint:
     def choose_precision(self) -> None:
         """Sets full precision in evaluation, if the environment asks for it."""
         full = self.full_precision_in_eval and not self.owner.training
+        self.unit.full_precision = full  # also of a unit whose parameters all belong to inner ones
         for param_group in self.unit.param_groups:
             param_group.full_precision = full
         if self.settings.mixed_precision.buffer_dtype is not None:

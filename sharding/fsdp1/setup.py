@@ -45,7 +45,7 @@ class FlatSettings:
     use_orig_params: bool
     offload: bool = False
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
-    device_id: int | torch.device | None = None
+    device_id: int | str | torch.device | None = None
     param_init_fn: Callable[[nn.Module], None] | None = None
     sync_module_states: bool = False
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE

@@ -10,7 +10,7 @@ from torch import nn
 
 from sharding.engine.flat_param_group import FlatParamGroup, flat_param_groups
 from sharding.engine.runtime import is_running
-from sharding.engine.unit import Unit, units_of
+from sharding.engine.unit import Unit, Whole, units_of
 from sharding.errors import TorchAssertionError
 from sharding.fsdp1.unsharded_parameters import UnshardedParameters, is_first
 
@@ -48,17 +48,20 @@ def summoned(
                 stack.enter_context(
                     _unsharded(param_group, writeback, rank0_only, offload_to_cpu, with_grads)
                 )
-            stack.enter_context(_marked(unit))
+            stack.enter_context(_marked(unit, rank0_only))
         yield
 
 
 @contextmanager
-def _marked(unit: Unit) -> Iterator[None]:
-    unit.summoned = True
+def _marked(unit: Unit, rank0_only: bool) -> Iterator[None]:
+    unit.whole = Whole.EVERYWHERE
+    if rank0_only:
+        first = all(is_first(group) for group in flat_param_groups(unit.param_groups))
+        unit.whole = Whole.HERE_ALONE if first else Whole.ELSEWHERE
     try:
         yield
     finally:
-        unit.summoned = False
+        unit.whole = Whole.NOWHERE
 
 
 @contextmanager
@@ -80,3 +83,4 @@ def _unsharded(
             parameters.hide()
         if writeback or not param_group.is_divided:  # undivided parameters have no other copy
             parameters.write_back(rank0_only)
+    parameters.check_gradients()

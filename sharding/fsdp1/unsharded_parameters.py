@@ -9,10 +9,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from sharding.engine.dtensors import local_of
 from sharding.engine.flat_param_group import FlatParamGroup
 from sharding.engine.unsharded_buffer import UnshardedBuffer
+from sharding.errors import MisuseError
 
 
 class UnshardedParameters:
@@ -21,10 +23,14 @@ class UnshardedParameters:
     def __init__(self, param_group: FlatParamGroup, with_grads: bool, to_cpu: bool) -> None:
         self._param_group = param_group
         param_group.reshard()
+        param_group.take_over_replaced()
         self._buffer = param_group.fetch()
         self._gradients = _unsharded_gradients(param_group) if with_grads else None
         if to_cpu:
             self._buffer = self._buffer.to(torch.device("cpu"))
+        self._shown: list[nn.Parameter] = []
+        self._stray: list[str] = []
+        """The parameters with gradients that nobody asked for."""
 
     def show(self) -> None:
         """Puts the unsharded parameters into the modules."""
@@ -34,18 +40,78 @@ class UnshardedParameters:
         for index, parameter in enumerate(param_group.parameters):
             leaf = param_group.as_it_was(index, self._buffer.leaves[index])
             unsharded = nn.Parameter(leaf, requires_grad=parameter.sharded.requires_grad)
-            if self._gradients is not None:
-                unsharded.grad = self._gradients[index]
+            gradient = self._gradients[index] if self._gradients is not None else None
+            if gradient is not None:
+                unsharded.grad = param_group.as_it_was(index, gradient)
+            self._shown.append(unsharded)
+        param_group.whole = self
+        self.place()
+
+    def place(self) -> None:
+        """Puts the unsharded parameters into the modules, in their first order."""
+        param_group = self._param_group
+        for parameter, unsharded in zip(param_group.parameters, self._shown, strict=True):
             for module, attribute in parameter.owners:
                 module.__dict__.pop(attribute, None)
-                module._parameters[attribute] = unsharded
+                if type(module).__setattr__ is nn.Module.__setattr__:
+                    module._parameters[attribute] = unsharded
+                else:  # nn.LSTM, for example, keeps a list of its parameters
+                    setattr(module, attribute, unsharded)
         for module, keys in param_group.keys.items():
             given = dict(module._parameters)
             module._parameters.clear()
             module._parameters.update({key: given.pop(key) for key in keys if key in given} | given)
 
+    def fill(self, buffer: UnshardedBuffer) -> None:
+        """Copies the present values into a buffer of the group, in which a forward reads them.
+
+        Raises MisuseError if gradients of this forward would be lost behind those of the user.
+        """
+        param_group = self._param_group
+        if self._gradients is not None and torch.is_grad_enabled() and param_group.requires_grad:
+            raise MisuseError(
+                "forward with gradients inside summon_full_params with with_grads=True: at its end "
+                "the gradients in the modules replace those of this backward; use torch.no_grad(), "
+                "or with_grads=False"
+            )
+        self._collect()
+        whole = [(0, self._buffer.numel)]
+        with torch.no_grad():
+            parts = zip(buffer.parts(whole), buffer.cut(whole, [self._buffer.raw]), strict=True)
+            for part, values in parts:
+                part.copy_(values)
+        if not param_group.form.use_orig_params:  # forward has plain tensors in their places
+            self._take_out()
+
     def hide(self) -> None:
         """Puts the sharded parameters back; keeps values that a user has put into the modules."""
+        param_group = self._param_group
+        param_group.reshard()  # what a forward inside has gathered is not in the shards
+        self._collect()
+        for index, unsharded in enumerate(self._shown):
+            if self._gradients is not None:
+                self._gradients[index] = unsharded.grad
+            elif unsharded.grad is not None:
+                self._stray.append(param_group.parameters[index].name)
+            _refuse_gradient(unsharded, param_group.parameters[index].name)
+        param_group.whole = None
+        if not param_group.form.use_orig_params:
+            param_group.form.home.register_parameter(param_group.form.name, param_group.flat)
+            self._take_out()
+        param_group.place_sharded()
+
+    def check_gradients(self) -> None:
+        """Raises MisuseError if backward gave unsharded parameters gradients that are lost now."""
+        if self._stray:
+            raise MisuseError(
+                f"inside summon_full_params backward gave gradients to {', '.join(self._stray)}, "
+                "which no rank reduces, so they are dropped: run forward through the wrapper, not "
+                "through the module inside it; or set these gradients to None before the block "
+                "ends"
+            )
+
+    def _collect(self) -> None:
+        """Takes values that a user has put into the modules."""
         param_group = self._param_group
         for index, parameter in enumerate(param_group.parameters):
             module, attribute = parameter.owners[0]
@@ -56,13 +122,14 @@ class UnshardedParameters:
             mine = local_of(current.detach(), parameter.distributed)
             if mine.data_ptr() != leaf.data_ptr():
                 leaf.copy_(mine)
-            if self._gradients is not None:
-                self._gradients[index] = current.grad
-        if not param_group.form.use_orig_params:
-            param_group.form.home.register_parameter(param_group.form.name, param_group.flat)
-            for module, attribute in (place for p in param_group.parameters for place in p.owners):
+            self._shown[index] = current
+            if param_group.form.use_orig_params:
+                parameter.sharded.requires_grad_(current.requires_grad)
+
+    def _take_out(self) -> None:
+        for parameter in self._param_group.parameters:
+            for module, attribute in parameter.owners:
                 module._parameters.pop(attribute, None)
-        param_group.place_sharded()
 
     def write_back(self, from_first: bool) -> None:
         """Writes values into shards and gradients; with `from_first` the first rank's. Waits."""
@@ -79,12 +146,26 @@ class UnshardedParameters:
             shard = param_group.gradient_part(index)
             if unsharded is not None and shard is not None:
                 _, lo, hi = param_group.piece(index)
-                shard.reshape(-1).copy_(unsharded.reshape(-1)[lo:hi])
+                local = local_of(unsharded, param_group.parameters[index].distributed)
+                shard.reshape(-1).copy_(local.reshape(-1)[lo:hi])
 
 
 def is_first(param_group: FlatParamGroup) -> bool:
     """Returns True on the first of all ranks that share and replicate."""
     return param_group.groups.shard.rank == 0 and param_group.groups.replicate.rank == 0
+
+
+def _refuse_gradient(unsharded: nn.Parameter, name: str) -> None:
+    """Makes a backward that still reaches a hidden parameter fail: no module has its gradient."""
+
+    def refuse(gradients: object) -> None:
+        raise MisuseError(
+            f"backward reaches {name} as it was inside summon_full_params, which has ended: run "
+            "forward through the wrapper, not through the module inside it"
+        )
+
+    if unsharded.is_leaf and unsharded.requires_grad:  # the hook lives as long as such a graph
+        get_gradient_edge(unsharded).node.register_prehook(refuse)
 
 
 def _unsharded_gradients(param_group: FlatParamGroup) -> list[torch.Tensor | None]:

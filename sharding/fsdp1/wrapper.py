@@ -8,11 +8,14 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from sharding.clipping import clip_grad_norm
 from sharding.engine.flat_param_group import CommHook, FlatParameter, flat_param_groups
+from sharding.engine.runtime import is_running
 from sharding.engine.unit import Unit, units_of
 from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError, TorchAssertionError
 from sharding.fsdp1.entry_point import (
@@ -45,6 +48,7 @@ from sharding.policies import (
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
+    TrainingState,
 )
 
 WRAPPED = "_fsdp_wrapped_module"
@@ -109,7 +113,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
-        device_id: int | torch.device | None = None,
+        device_id: int | str | torch.device | None = None,
         sync_module_states: bool = False,
         forward_prefetch: bool = False,
         limit_all_gathers: bool = True,
@@ -184,9 +188,51 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         return self._entry_point.settings.strategy
 
     @property
-    def process_group(self) -> Any:
+    def process_group(self) -> ProcessGroup:
         """The ranks to shard over; those to replicate over if the module is not sharded."""
-        return self._unit.param_groups[0].groups.group if self._unit.param_groups else None
+        return self._entry_point.settings.groups.group
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in `process_group`."""
+        return dist.get_rank(self.process_group)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in `process_group`."""
+        return dist.get_world_size(self.process_group)
+
+    @property
+    def training_state(self) -> TrainingState:
+        """Whether the instance runs, or gives a user whole parameters, or neither."""
+        if self._unit.summoned:
+            return TrainingState.SUMMON_FULL_PARAMS
+        return TrainingState.FORWARD_BACKWARD if is_running(self._unit) else TrainingState.IDLE
+
+    @property
+    def mixed_precision(self) -> MixedPrecision:
+        """The dtypes that it was given; all None by default."""
+        return self._entry_point.settings.mixed_precision
+
+    @property
+    def cpu_offload(self) -> CPUOffload:
+        """Whether shards and gradients are in host memory."""
+        return CPUOffload(self._entry_point.settings.offload)
+
+    @property
+    def backward_prefetch(self) -> BackwardPrefetch | None:
+        """The time at which backward gathers the next unit."""
+        return self._entry_point.settings.backward_prefetch
+
+    @property
+    def forward_prefetch(self) -> bool:
+        """Whether forward gathers the next unit ahead."""
+        return self._entry_point.settings.forward_prefetch
+
+    @property
+    def limit_all_gathers(self) -> bool:
+        """The value that it was given, which has no effect."""
+        return self._entry_point.settings.limit_all_gathers
 
     @property
     def params(self) -> list[FlatParameter]:

@@ -77,6 +77,18 @@ def test_m_01_device_id_cpu_keeps_parameters_on_the_cpu_and_warns_of_nothing(
     clusters(2).run(every_way_lies_on_the_cpu)
 
 
+def takes_a_name() -> None:
+    for api in (torch_fsdp, sharding):
+        model = nested(api, device_id="cpu")
+        assert {m.compute_device for m in api.FullyShardedDataParallel.fsdp_modules(model)} == {CPU}
+    with pytest.raises(sharding.ArgumentError, match="device_id='nowhere' is no device"):
+        FSDP(nn.Linear(2, 2), device_id="nowhere")
+
+
+def test_device_id_may_be_the_name_of_a_device(clusters: Callable) -> None:
+    clusters(2).run(takes_a_name)
+
+
 def policies_pass_the_device_on() -> None:
     classes = {nn.TransformerEncoderLayer, nn.TransformerDecoderLayer}
     for api in (torch_fsdp, sharding):

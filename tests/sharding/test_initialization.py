@@ -349,3 +349,62 @@ def containers() -> None:
 
 def test_m_24_wrapping_a_container_that_has_no_forward_warns(clusters: Callable) -> None:
     clusters(2).run(containers)
+
+
+def shown_settings(api: ModuleType, strategy: str) -> list[object]:
+    """The public attributes of every instance, before, in and after a step."""
+    seen: list[object] = []
+    mixed = {"param_dtype": torch.float32, "keep_low_precision_grads": True}
+    offload = api.CPUOffload(False) if strategy == "SHARD_GRAD_OP" else None
+
+    class Watch(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append([unit.training_state.name for unit in units])
+            return super().forward(x)
+
+    model = nn.Sequential(Watch(4, 4), Watch(4, 4), nn.Linear(4, 3))
+    model[1] = api.FullyShardedDataParallel(
+        model[1], device_id=torch.device("cpu"), sharding_strategy=api.ShardingStrategy[strategy]
+    )
+    model = api.FullyShardedDataParallel(
+        model,
+        device_id=torch.device("cpu"),
+        sharding_strategy=api.ShardingStrategy[strategy],
+        mixed_precision=api.MixedPrecision(**mixed),
+        backward_prefetch=api.BackwardPrefetch.BACKWARD_POST,
+        forward_prefetch=True,
+        cpu_offload=offload,
+    )
+    units = api.FullyShardedDataParallel.fsdp_modules(model)
+    for unit in units:
+        precision = unit.mixed_precision
+        seen.append((unit.rank, unit.world_size, unit.process_group == dist.group.WORLD))
+        seen.append((unit.backward_prefetch.name, unit.forward_prefetch, unit.limit_all_gathers))
+        seen.append((precision.param_dtype, precision.keep_low_precision_grads))
+        seen.append((unit.cpu_offload.offload_params, unit.sharding_strategy.name))
+    model(torch.ones(2, 4)).sum().backward()
+    with api.FullyShardedDataParallel.summon_full_params(model[1]):
+        seen.append([unit.training_state.name for unit in units])
+    seen.append([unit.training_state.name for unit in units])
+    return seen
+
+
+def settings_are_shown_alike(strategy: str) -> None:
+    assert shown_settings(sharding, strategy) == shown_settings(torch_fsdp, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_the_public_attributes_of_an_instance_are_those_of_torch(
+    clusters: Callable, strategy: str
+) -> None:
+    clusters(2).run(settings_are_shown_alike, strategy)
+
+
+def test_a_param_init_fn_that_cannot_be_called_is_an_argument_error(clusters: Callable) -> None:
+    with pytest.raises(Exception, match="expected 42 to be callable") as caught:
+        clusters(2).run(initialize_with_a_number)
+    assert {name for name, _, _ in caught.value.errors.values()} == {"ArgumentError"}
+
+
+def initialize_with_a_number() -> None:
+    sharding.FullyShardedDataParallel(nn.Linear(2, 2, device="meta"), param_init_fn=42)

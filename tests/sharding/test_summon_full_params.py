@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed import fsdp
 
 import sharding
-from sharding import FullyShardedDataParallel
+from sharding import FullyShardedDataParallel, MisuseError
 from tests.sharding.wrapper_models import (
     CPU,
     STRATEGIES,
@@ -27,10 +27,13 @@ from tests.sharding.wrapper_models import (
     copies,
     full_gradients,
     full_parameters,
+    gradients,
     layers,
     loss_of,
     network,
+    numbers,
     sgd,
+    train,
     wrapped,
 )
 
@@ -384,6 +387,279 @@ def test_a_unit_in_use_is_not_summoned(
     with pytest.raises(Exception, match=message) as caught:
         clusters(2).run(function)
     assert {name for name, _, _ in caught.value.errors.values()} == {"TorchAssertionError"}
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, which keeps a list of its parameters, and a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = nn.LSTM(6, 6)
+        self.block = Block(9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(self.memory(x)[0])
+
+
+def summoned_forward(
+    strategy: str, use_orig_params: bool, way: str, recurse: bool, changed: bool
+) -> None:
+    torch.manual_seed(0)
+    replica = Recurrent()
+    torch.manual_seed(0)
+    model = wrapped(sharding, Recurrent(), strategy, use_orig_params=use_orig_params)
+    ours, theirs = sgd(model), sgd(replica)
+    known = {id(p) for p in model.parameters()}
+    x = numbers(0, 2, 3, 6)
+    for _ in range(2):
+        with summon_full_params(model, recurse=recurse, writeback=changed), torch.no_grad():
+            whole = list(model.parameters())
+            if changed:
+                for each in (model.module, replica):
+                    for parameter in each.memory.parameters():
+                        parameter.mul_(1.5)
+                    if recurse:
+                        each.block.up.weight.data = torch.full_like(each.block.up.weight, 0.1)
+            forward = model if way == "wrapper" else model.module
+            for _ in range(2):  # the second one finds what the first one has left
+                torch.testing.assert_close(forward(x), replica(x))
+            assert len(whole) == len(list(model.parameters()))
+            assert all(a is b for a, b in zip(whole, model.parameters(), strict=True)) or changed
+        assert {id(p) for p in model.parameters()} == known
+        assert_equal(full_parameters(sharding, model), copies(replica))
+        for each in (model, replica):
+            each(x).square().sum().backward()
+        average_gradients(replica)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_equal(full_parameters(sharding, model), copies(replica))
+
+
+@pytest.mark.parametrize("changed", [False, True], ids=["as they are", "changed"])
+@pytest.mark.parametrize("recurse", [True, False])
+@pytest.mark.parametrize("way", ["wrapper", "module"])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_forward_inside_computes_with_the_summoned_values_and_training_goes_on_after_it(
+    clusters: Callable[..., Any],
+    strategy: str,
+    use_orig_params: bool,
+    way: str,
+    recurse: bool,
+    changed: bool,
+) -> None:
+    clusters(2).run(summoned_forward, strategy, use_orig_params, way, recurse, changed)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("way", ["wrapper", "module"])
+def test_on_one_rank_a_forward_inside_leaves_the_optimizer_its_parameters(
+    clusters: Callable[..., Any], use_orig_params: bool, way: str
+) -> None:
+    clusters(1).run(summoned_forward, "NO_SHARD", use_orig_params, way, True, True)
+
+
+def summoned_backward(strategy: str, use_orig_params: bool, when: str) -> None:
+    model = wrapped(sharding, network(), strategy, use_orig_params=use_orig_params)
+    replica = network()
+    ours, theirs = sgd(model), sgd(replica)
+    for step in range(2):
+        with summon_full_params(model, writeback=False):
+            loss = loss_of(model, step)
+            if when == "inside":
+                loss.backward()
+        if when == "after":
+            loss.backward()
+        loss_of(replica, step).backward()
+        average_gradients(replica)
+        if use_orig_params:
+            assert_equal(full_gradients(sharding, model), gradients(replica))
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_equal(full_parameters(sharding, model), copies(replica))
+
+
+@pytest.mark.parametrize("when", ["inside", "after"])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_backward_of_a_forward_inside_reduces_its_gradients(
+    clusters: Callable[..., Any], strategy: str, use_orig_params: bool, when: str
+) -> None:
+    clusters(2).run(summoned_backward, strategy, use_orig_params, when)
+
+
+def lose_gradients(use_orig_params: bool, when: str) -> None:
+    model = wrapped(
+        sharding, layers(5, 7, 3), use_orig_params=use_orig_params, auto_wrap_policy=None
+    )
+    replica = layers(5, 7, 3)
+    before = copies(model)
+    x = numbers(0, 2, 5)
+    if when == "inside":
+        with (
+            pytest.raises(MisuseError, match=r"gave gradients to 0.weight, .* no rank reduces"),
+            summon_full_params(model),
+        ):
+            model.module(x).sum().backward()
+        with summon_full_params(model):  # read inside, and dropped on purpose
+            model.module(x).sum().backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad = None
+    else:
+        with summon_full_params(model):
+            loss = model.module(x).sum()
+        with pytest.raises(Exception, match=r"as it was inside summon_full_params|size"):
+            loss.backward()
+        del loss
+    with (
+        pytest.raises(MisuseError, match="with_grads=True"),
+        summon_full_params(model, with_grads=True),
+    ):
+        model(x)
+    assert_equal(copies(model), before, rtol=0, atol=0)
+    assert all(p.grad is None for p in model.parameters())
+    for each in (model, replica):
+        each(x).sum().backward()
+    average_gradients(replica)
+    sgd(model).step()
+    sgd(replica).step()
+    assert_equal(full_parameters(sharding, model), copies(replica))
+
+
+@pytest.mark.parametrize("when", ["inside", "after"])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_gradients_of_summoned_parameters_that_no_rank_reduces_are_an_error(
+    clusters: Callable[..., Any], use_orig_params: bool, when: str
+) -> None:
+    clusters(2).run(lose_gradients, use_orig_params, when)
+
+
+def forward_on_the_first_rank(use_orig_params: bool) -> None:
+    model = wrapped(sharding, network(), use_orig_params=use_orig_params)
+    replica = network()
+    losses = train(model, 1), train(replica, 1, replica=True)
+    assert losses[0] == pytest.approx(losses[1])
+    with summon_full_params(model, rank0_only=True, writeback=False):
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                for _ in range(2):
+                    torch.testing.assert_close(loss_of(model, 1), loss_of(replica, 1))
+            with pytest.raises(MisuseError, match="only the first rank has the parameters"):
+                loss_of(model, 1)
+        else:
+            with torch.no_grad(), pytest.raises(MisuseError, match="only the first rank"):
+                loss_of(model, 1)
+    train(model, 2)
+    train(replica, 2, replica=True)
+    assert_equal(full_parameters(sharding, model), copies(replica))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_with_rank0_only_the_first_rank_runs_a_forward_that_needs_no_other_rank(
+    clusters: Callable[..., Any], use_orig_params: bool
+) -> None:
+    clusters(2).run(forward_on_the_first_rank, use_orig_params)
+
+
+def load_inside(strategy: str, use_orig_params: bool) -> None:
+    model = wrapped(sharding, network(), strategy, use_orig_params=use_orig_params)
+    optimizer = sgd(model)
+    other = network(seed=1)
+    with summon_full_params(model):
+        assert list(model.state_dict()) == list(other.state_dict())
+        model.load_state_dict(other.state_dict())
+    assert [id(p) for p in model.parameters()] == [
+        id(p) for group in optimizer.param_groups for p in group["params"]
+    ]
+    assert_equal(full_parameters(sharding, model), copies(other))
+    loss_of(model, 0).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_state_dict_that_is_loaded_inside_leaves_the_optimizer_its_parameters(
+    clusters: Callable[..., Any], strategy: str, use_orig_params: bool
+) -> None:
+    clusters(2).run(load_inside, strategy, use_orig_params)
+
+
+def replace_outside(runtime: ModuleType, strategy: str, how: str) -> list[Any]:
+    seen: list[Any] = []
+    for name in ("0", "2"):
+        model = wrapped(
+            runtime, layers(5, 5, 7), strategy, use_orig_params=True, auto_wrap_policy=None
+        )
+        layer = model.module.get_submodule(name)
+        two = torch.full_like(layer.weight, 2)
+        if how == "data":
+            layer.weight.data = two
+        elif how == "parameter":
+            layer.weight = nn.Parameter(two)
+        else:
+            layer.weight.data.copy_(two)
+        seen.append(full_parameters(runtime, model))
+        with runtime.FullyShardedDataParallel.summon_full_params(model):
+            layer.bias.data.zero_()
+        seen.append(full_parameters(runtime, model))
+    return seen
+
+
+def replace_alike(strategy: str, how: str) -> None:
+    ours = replace_outside(sharding, strategy, how)
+    for found, wanted in zip(ours, replace_outside(fsdp, strategy, how), strict=True):
+        assert_equal(found, wanted, rtol=0, atol=0)
+    assert bool((ours[0]["0.weight"] == 2).all())
+
+
+@pytest.mark.parametrize("how", ["data", "parameter", "in place"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_original_parameters_that_a_user_has_replaced_are_summoned_as_in_torch(
+    clusters: Callable[..., Any], strategy: str, how: str
+) -> None:
+    clusters(2).run(replace_alike, strategy, how)
+
+
+def replace_by_another_shape() -> None:
+    model = wrapped(sharding, layers(5, 7), use_orig_params=True, auto_wrap_policy=None)
+    kept = model.module[0].weight.data
+    model.module[0].weight.data = torch.ones(3, 4)
+    with (
+        pytest.raises(MisuseError, match=r"0.weight has 12 elements, but this rank's shard"),
+        summon_full_params(model),
+    ):
+        pass
+    model.module[0].weight.data = kept
+    assert_equal(full_parameters(sharding, model), copies(layers(5, 7)), rtol=0, atol=0)
+
+
+def test_a_parameter_replaced_by_one_of_another_shape_is_not_summoned(
+    clusters: Callable[..., Any],
+) -> None:
+    clusters(2).run(replace_by_another_shape)
+
+
+def freeze_inside(runtime: ModuleType) -> list[bool]:
+    model = wrapped(runtime, layers(5, 7, 3), use_orig_params=True, auto_wrap_policy=None)
+    with runtime.FullyShardedDataParallel.summon_full_params(model):
+        model.module[0].weight.requires_grad_(False)
+    model(torch.ones(2, 5)).sum().backward()
+    return [p.requires_grad for p in model.parameters()] + [
+        p.grad is not None and p.numel() > 0 for p in model.parameters()
+    ]
+
+
+def freeze_alike() -> None:
+    assert freeze_inside(sharding) == freeze_inside(fsdp)
+
+
+def test_an_original_parameter_that_is_frozen_inside_stays_frozen(
+    clusters: Callable[..., Any],
+) -> None:
+    clusters(2).run(freeze_alike)
 
 
 def summon_at_step(use_orig_params: bool) -> None:

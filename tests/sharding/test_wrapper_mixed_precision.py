@@ -293,6 +293,38 @@ def test_evaluation_is_in_full_precision_where_the_environment_said_so_at_constr
         assert output == [low] * 3
 
 
+def evaluate_a_root_without_parameters(runtime: ModuleType) -> list[str]:
+    wrapper = runtime.FullyShardedDataParallel
+    given = {"mixed_precision": runtime.MixedPrecision(param_dtype=fp16), "device_id": CPU}
+    found = []
+    for nested in (range(1), range(2)):
+        with environment("FSDP_USE_FULL_PREC_IN_EVAL", "1"):
+            parts = [nn.Linear(5, 5), nn.Linear(5, 7)]
+            for index in nested:
+                parts[index] = wrapper(parts[index], **given)
+            model = wrapper(nn.Sequential(*parts), **given)
+        for training in (True, False, True):
+            model.train(training)
+            try:
+                found.append(str(model(torch.ones(2, 5)).dtype))
+            except RuntimeError as error:
+                found.append(str(error).partition(",")[0])
+    return found
+
+
+def evaluate_roots_alike() -> list[str]:
+    ours = evaluate_a_root_without_parameters(sharding)
+    assert ours == evaluate_a_root_without_parameters(fsdp)
+    return ours
+
+
+def test_a_root_whose_parameters_all_belong_to_inner_units_evaluates_in_full_precision(
+    clusters: Callable[..., Any],
+) -> None:
+    for found in clusters(2).run(evaluate_roots_alike):
+        assert found[3:] == [str(fp16), str(fp32), str(fp16)]
+
+
 class Normalized(nn.Module):
     """Layers with batch norm between them."""
 

@@ -96,3 +96,61 @@ def test_it_trains_clips_saves_and_loads_as_the_replica(
     clusters: Callable, strategy: str, use_orig_params: bool
 ) -> None:
     clusters(4).run(train, strategy, use_orig_params)
+
+
+def parallel(use_orig_params: bool, seed: int, sync: bool) -> tuple[nn.Module, nn.Module, int]:
+    """A wrapped block over 2 x 2 ranks, its replica, and the rank among those that share data."""
+    torch.manual_seed(seed)
+    model = Block()
+    replica = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    for name, local in model.named_parameters():
+        replica.get_parameter(name).data = whole(local.detach()).clone()
+    model = FullyShardedDataParallel(
+        model,
+        device_mesh=mesh["data"],
+        use_orig_params=use_orig_params,
+        sync_module_states=sync,
+    )
+    return model, replica, mesh["data"].get_local_rank()
+
+
+def summon_gradients(use_orig_params: bool) -> None:
+    model, replica, rank = parallel(use_orig_params, 0, False)
+    x = torch.linspace(-1, 1, 12).reshape(2, 6) + rank
+    for each in (model, replica):
+        each(x).square().sum().backward()
+    for parameter in replica.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+    for factor in (1, 2):
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            for mine, other in zip(model.parameters(), replica.parameters(), strict=True):
+                assert type(mine.grad) is type(mine.data)
+                torch.testing.assert_close(whole(mine.grad), factor * other.grad)
+                mine.grad.mul_(2)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_gradients_are_summoned_and_written_back_in_the_form_of_their_parameters(
+    clusters: Callable, use_orig_params: bool
+) -> None:
+    clusters(4).run(summon_gradients, use_orig_params)
+
+
+def synchronize(use_orig_params: bool) -> None:
+    rank = dist.get_rank() // 2
+    model, replica, _ = parallel(use_orig_params, 10 * (1 + rank), True)
+    for parameter in replica.parameters():
+        dist.broadcast(parameter.data, 0)
+    with FullyShardedDataParallel.summon_full_params(model):
+        for mine, other in zip(model.parameters(), replica.parameters(), strict=True):
+            torch.testing.assert_close(whole(mine.detach()), other.detach())
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_states_are_synchronized_over_the_ranks_of_each_part(
+    clusters: Callable, use_orig_params: bool
+) -> None:
+    clusters(4).run(synchronize, use_orig_params)
