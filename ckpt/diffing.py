@@ -34,7 +34,7 @@ from ckpt.transfer.read import RangeReader
 from ckpt.transfer.record_sums import RecordSums
 from formats.catalog import OpaqueValue, TensorRecord, TensorRef, Tree, named_leaves, str_of
 from formats.joined import under
-from sharding.errors import ArgumentError
+from sharding.errors import ArgumentError, listed
 from sharding.url_secrets import without_secrets
 
 __all__ = ["Comparison", "TensorDifference", "ValueDifference", "diff"]
@@ -396,9 +396,8 @@ def _compare_values(
 def _about_opaque(a: Mapping[str, Tree], b: Mapping[str, Tree]) -> tuple[str, ...]:
     """Returns a note on the opaque values that two checkpoints have; none without any."""
     opaque = [name for name, value in a.items() if isinstance(value, OpaqueValue) and name in b]
-    shown = ", ".join(opaque[:SHOWN_NAMES])
-    more = f" and {len(opaque) - SHOWN_NAMES} more" if len(opaque) > SHOWN_NAMES else ""
-    return (f"{shown}{more} were compared by their classes alone: objects",) if opaque else ()
+    shown = listed(opaque, SHOWN_NAMES)
+    return (f"{shown} were compared by their classes alone: objects",) if opaque else ()
 
 
 def _compare_structure(a: _Side, b: _Side) -> tuple[StructureDifference, ...]:

@@ -15,7 +15,7 @@ from formats.errors import *  # noqa: F403 - every error has one list, in its ow
 from formats.errors import CorruptError
 from sharding import errors as root_errors
 from sharding.errors import *  # noqa: F403
-from sharding.errors import CkptError, Picklable, mixed_content
+from sharding.errors import CkptError, Picklable, listed, mixed_content
 from sharding.url_secrets import without_secrets
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "ReplicasWarning",
     "SaveFailedWarning",
     "Skipped",
+    "SkippedWarning",
     "StateChangedError",
     "StateError",
     "StoreError",
@@ -45,6 +46,7 @@ __all__ = [
     "UnknownNameError",
     "UnreachableError",
     "UnverifiedWarning",
+    "ValuesWarning",
     "VersionGoneError",
     "WaitTimeoutError",
 ]
@@ -309,6 +311,29 @@ class SaveFailedWarning(Picklable, UserWarning):
 class ReplicasWarning(Picklable, UserWarning):
     """Replicas of a tensor differ between ranks; those of one rank are stored."""
 
+    def __init__(self, message: str, tensors: Sequence[str] = ()) -> None:
+        self.tensors = tuple(tensors)
+        """All tensors that differ; the message names the first ones."""
+        super().__init__(message)
+
+
+class ValuesWarning(Picklable, UserWarning):
+    """Plain values differ between ranks, and this rank's are not taken."""
+
+    def __init__(self, message: str, names: Sequence[str] = ()) -> None:
+        self.names = tuple(names)
+        """All values that differ; the message names the first ones."""
+        super().__init__(message)
+
+
+class SkippedWarning(Picklable, UserWarning):
+    """A load with `strict=False` has left out what does not fit."""
+
+    def __init__(self, message: str, differences: Sequence[Difference] = ()) -> None:
+        self.differences = tuple(differences)
+        """All that was left out; the message shows the first ones."""
+        super().__init__(message)
+
 
 class UnverifiedWarning(Picklable, UserWarning):
     """Bytes were read without a comparison of checksums, although the format has checksums."""
@@ -319,10 +344,9 @@ class UnverifiedWarning(Picklable, UserWarning):
         self.tensors = tuple(tensors)
         """This rank's tensors that were read from a part of a record; empty if only other ranks
         have such tensors."""
-        shown = ", ".join(self.tensors[:5]) or "on other ranks"
-        more = f" and {len(self.tensors) - 5} more" if len(self.tensors) > 5 else ""
+        shown = listed(self.tensors, 5) or "on other ranks"
         super().__init__(
-            f"{without_secrets(url)}: parts of records were read ({shown}{more}), and a record has "
+            f"{without_secrets(url)}: parts of records were read ({shown}), and a record has "
             "one CRC-32 for all its bytes, so these parts were not verified; pass verify='all' to "
             "read and compare such records as a whole, or verify=False to compare none"
         )

@@ -28,7 +28,7 @@ from ckpt.state.flatten import FlatState, Leaf, flatten
 from ckpt.state.merged_state import (
     MergedState,
     agree_on_state,
-    conflict_message,
+    conflict,
     other_than_first,
     spec_of,
 )
@@ -213,27 +213,31 @@ def _differing(ranks: Ranks, held: MergedState, hashes: ReplicaHashes) -> list[s
     found = hashes.differing(ranks, held.whole.tensors)
     if not found:
         return []
+    names = [each.name for each in found]
     told = f"not the same on all ranks that have them: {named(found)}"
     if hashes.way == "check":
         raise StateError(
             f"{told}; nothing was written; make them equal, or give tensors that differ between "
-            'ranks different names; replicas="sample" stores the lowest rank\'s, with a warning'
+            'ranks different names; replicas="sample" stores the lowest rank\'s, with a warning',
+            names=names,
         )
     if ranks.rank == 0:
         warn(
-            f"{told}; they are stored as the lowest rank has them, with all of their modules; give "
-            "tensors that differ between ranks different names",
-            ReplicasWarning,
+            ReplicasWarning(
+                f"{told}; they are stored as the lowest rank has them, with all of their modules; "
+                "give tensors that differ between ranks different names",
+                names,
+            ),
             stacklevel=4,
         )
-    return [each.name for each in found]
+    return names
 
 
 def _warn_of_values(ranks: Ranks, held: MergedState) -> None:
     """Warns of this rank's plain values that are not stored."""
     names = held.conflicting_values if held.same_values else other_than_first(ranks, held)
     if names:
-        warn(conflict_message(ranks, names), stacklevel=4)
+        warn(conflict(ranks, names), stacklevel=4)
 
 
 def packed(summary: ShardSummary | None) -> bytes:

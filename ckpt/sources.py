@@ -20,6 +20,7 @@ from formats.folders import DCP_METADATA, folder_format, is_shard
 from formats.limits import check, current
 from formats.magic import EMPTY, HEAD_BYTES, JSON, SAFETENSORS, TEXT, kind_of
 from formats.native.manifest import MANIFEST
+from sharding.errors import listed
 from sharding.url_secrets import without_secrets
 
 SHOWN_NAMES = 8
@@ -175,5 +176,4 @@ def _catalog_of(store: Store, with_advice: bool) -> Catalog:
 
 def _shown(entries: Sequence[str]) -> str:
     found = sorted(entries, key=lambda name: name.endswith("/"))
-    more = f" and {len(found) - SHOWN_NAMES} more" if len(found) > SHOWN_NAMES else ""
-    return "there are " + ", ".join(found[:SHOWN_NAMES]) + more
+    return f"there are {listed(found, SHOWN_NAMES)}"

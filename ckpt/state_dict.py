@@ -34,7 +34,7 @@ from ckpt.state.local_states import with_names
 from ckpt.state.merged_state import (
     MergedState,
     agree_on_state,
-    conflict_message,
+    conflict,
     spec_of,
     with_values_of_first,
 )
@@ -277,13 +277,15 @@ def _merged_state(ranks: Ranks, stage: str, state: object, model: nn.Module | No
     if not held.same_values:
         held = with_values_of_first(ranks, held)
     if held.conflicting_values:
-        warn(conflict_message(ranks, held.conflicting_values), stacklevel=3)
+        warn(conflict(ranks, held.conflicting_values), stacklevel=3)
     differing = [] if held.balanced else hashes.differing(ranks, held.whole.tensors)
     if differing and ranks.rank == 0:
         warn(
-            f"not the same on all ranks that have them: {named(differing)}; each rank uses "
-            "its own replica, so the result mixes them; make the replicas equal before this call",
-            ReplicasWarning,
+            ReplicasWarning(
+                f"not the same on all ranks that have them: {named(differing)}; each rank uses its "
+                "own replica, so the result mixes them; make the replicas equal before this call",
+                [each.name for each in differing],
+            ),
             stacklevel=3,
         )
     return held

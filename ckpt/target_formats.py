@@ -12,7 +12,7 @@ from formats.dcp_nest import lost
 from formats.errors import UnsupportedError
 from formats.magic import ENDINGS
 from formats.outgoing import Outgoing
-from sharding.errors import ArgumentError
+from sharding.errors import ArgumentError, listed
 from sharding.kind import Kind
 from sharding.url_secrets import without_secrets
 
@@ -108,7 +108,8 @@ def check_any_is_left(chosen: Format, state: Outgoing, url: str, opaque: Sequenc
     if chosen.is_of_weights and not state.tensors and opaque:
         raise UnsupportedError(
             f"{without_secrets(url)}: none of its tensors can be converted: {len(opaque)} objects "
-            f"are shown and never made ({', '.join(opaque[:3])}); `ckpt inspect` says why"
+            f"are shown and never made ({listed(opaque, 3)}); `ckpt inspect` says why",
+            names=opaque,
         )
 
 

@@ -39,6 +39,7 @@ from formats.folders import DCP_METADATA, is_shard
 from formats.limits import current
 from formats.native.manifest import MANIFEST, read_manifest
 from formats.native.manifest_loader import load
+from sharding.errors import listed
 
 SHOWN_NAMES = 5
 _WEIGHTS = re.compile(
@@ -203,11 +204,11 @@ def _check_holds_no_other(target: str, local: Path) -> None:
         if not is_own or len(found) > 1:
             others += [os.path.relpath(os.path.join(folder, name), local) for name in found]
     if others:
-        more = f" and {len(others) - SHOWN_NAMES} more" if len(others) > SHOWN_NAMES else ""
         raise ExistsError(
-            f"{target} holds {', '.join(others[:SHOWN_NAMES])}{more}, more than the one checkpoint "
-            "that overwrite replaces, and would be removed as a whole; move the files away, or "
-            "convert to another place"
+            f"{target} holds {listed(others, SHOWN_NAMES)}, more than the one checkpoint that "
+            "overwrite replaces, and would be removed as a whole; move the files away, or convert "
+            "to another place",
+            names=others,
         )
 
 

@@ -30,6 +30,7 @@ from formats.native.reader import Shards
 from formats.native.shard import RECORD
 from formats.storage import Reader
 from formats.threads import Pool
+from sharding.errors import listed
 from sharding.layout import Box
 
 BLOCK_BYTES = 8 << 20
@@ -193,8 +194,7 @@ class _Check:
         """Returns the tensors with a part in a file, as text."""
         tensors = self._manifest.tensors.items()
         names = [name for name, stored in tensors if stored.layout.pieces(file.rank)]
-        more = f" and {len(names) - SHOWN_TENSORS} more" if len(names) > SHOWN_TENSORS else ""
-        return "it holds parts of " + (", ".join(names[:SHOWN_TENSORS]) + more or "no tensor")
+        return f"it holds parts of {listed(names, SHOWN_TENSORS) or 'no tensor'}"
 
     def _count(self, nbytes: int) -> None:
         if self._progress is not None:

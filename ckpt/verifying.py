@@ -28,6 +28,7 @@ from formats.joined import Subfolder
 from formats.native.manifest import MANIFEST
 from formats.safetensors_header import read_header
 from formats.storage import Reader
+from sharding.errors import listed
 
 __all__ = ["Problem", "Report", "verify"]
 
@@ -155,8 +156,7 @@ def _strays(source: Source) -> tuple[str, ...]:
         # Such a folder also has a configuration and a tokenizer.
         foreign = [name for name in strays if name.endswith(SAFETENSORS)]
     others = [name for name in strays if name not in foreign]
-    more = f" and {len(others) - SHOWN_NAMES} more" if len(others) > SHOWN_NAMES else ""
-    line = f"not checked: {', '.join(others[:SHOWN_NAMES])}{more}"
+    line = f"not checked: {listed(others, SHOWN_NAMES)}"
     return (
         *(f"{name} is in the folder and not a part of the checkpoint" for name in foreign),
         *((line,) if others else ()),

@@ -18,6 +18,7 @@ from formats.errors import CorruptError, FormatError, HostileError
 from formats.limits import check
 from formats.storage import Reader
 from formats.strict_json import decode_object
+from sharding.errors import listed
 
 BASES = ("model", "pytorch_model", "diffusion_pytorch_model", "adapter_model")
 """The base names that count first, in this order: transformers', diffusers', peft's."""
@@ -88,7 +89,7 @@ def read_weight_map(
     if missing:
         raise CorruptError(
             f"{chosen.index}: {len(missing)} of its {len(files)} files are missing: "
-            f"{some(missing)}; copy them from the origin of the folder"
+            f"{listed(missing, 5)}; copy them from the origin of the folder"
         )
     return weight_map, tuple(files)
 
@@ -102,7 +103,7 @@ def check_in_their_files(
     if lost:
         raise CorruptError(
             f"{index}: {len(lost)} tensors are not in the file that the index names: "
-            + some([f"{name} in {weight_map[name]}" for name in lost])
+            + listed([f"{name} in {weight_map[name]}" for name in lost], 5)
         )
 
 
@@ -117,11 +118,6 @@ def in_two_files(file: str, name: str, index: str | None) -> FormatError:
         f"{file}: {name} lies in another file of {index} too, and the index does not name one of "
         "the two"
     )
-
-
-def some(items: Sequence[str]) -> str:
-    """Returns the first few items as text, and how many more there are."""
-    return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")
 
 
 _Shards = dict[tuple[str, int], dict[int, str]]

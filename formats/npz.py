@@ -44,6 +44,7 @@ from formats.storage import Reader
 from formats.torch_tree import BARE_TENSOR
 from formats.zip_plan import Member, zip_parts
 from formats.zip_records import Archive, Compressed
+from sharding.errors import listed
 from sharding.layout import Box, Piece
 
 NPZ, NPY = "npz", "npy"
@@ -117,8 +118,9 @@ def plan(name: str, state: Outgoing) -> FilePlan:
         dtypes = sorted({str(tensor.dtype) for tensor in lacking})
         raise UnsupportedError(
             f"{name}: numpy has no {', '.join(dtypes)}, of {len(lacking)} tensors "
-            f"({', '.join(tensor.name for tensor in lacking[:3])}); cast them "
-            "(dtype='float32'), or leave them out (exclude=)"
+            f"({listed([tensor.name for tensor in lacking], 3)}); cast them (dtype='float32'), or "
+            "leave them out (exclude=)",
+            names=[tensor.name for tensor in lacking],
         )
     members = [
         Member(tensor.name + MEMBER, tensor, _ALIGN_BYTES, _built(tensor))

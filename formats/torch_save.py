@@ -25,7 +25,7 @@ from formats.storage import Reader
 from formats.torch_tree import Nest
 from formats.zip_plan import Member, zip_parts
 from formats.zip_records import PICKLE, Archive
-from sharding.errors import ArgumentError
+from sharding.errors import ArgumentError, listed
 from sharding.layout import row_major
 
 ALIGNMENT = 64
@@ -112,7 +112,8 @@ def check_all_placed(where: str, state: Outgoing, placed: Set[str]) -> None:
     lost = [name for name, tensor in state.tensors.items() if tensor.name not in placed]
     if lost:
         raise ArgumentError(
-            f"{where}: the tree has no place for {len(lost)} of the tensors: {', '.join(lost[:5])}"
+            f"{where}: the tree has no place for {len(lost)} of the tensors: {listed(lost, 5)}",
+            names=lost,
         )
 
 

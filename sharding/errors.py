@@ -15,7 +15,7 @@ Pure Python: no torch. `docs/decisions/028-one-error-root.md` says why the root 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sharding.url_secrets import without_secrets
@@ -43,6 +43,16 @@ SHOWN_NAMES = 20
 """The most names in a message; the exception has all of them."""
 
 
+def listed(names: Sequence[object], most: int = SHOWN_NAMES) -> str:
+    """Returns the first few names as text, and how many more there are.
+
+    >>> listed(["w", "b"]), listed(["w", "b", "c"], 1)
+    ('w, b', 'w and 2 more')
+    """
+    shown = ", ".join(map(str, names[:most]))
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
 class Picklable:
     """An exception that pickle and copy rebuild from `args` and attributes, without `__init__`.
 
@@ -65,9 +75,13 @@ class CkptError(Picklable, Exception):
     """The root of all errors that `ckpt`, `formats` and `sharding` raise on purpose."""
 
     kind = "ckpt"
+    names: tuple[str, ...] = ()
+    """All names of a list of which the message shows the first ones."""
 
-    def __init__(self, *args: object) -> None:
+    def __init__(self, *args: object, names: Iterable[str] = ()) -> None:
         super().__init__(*(without_secrets(one) if isinstance(one, str) else one for one in args))
+        if names:
+            self.names = tuple(names)
 
     @property
     def reason(self) -> str:
@@ -175,11 +189,7 @@ class RankError(CkptError):
 
 def mixed_content(touched: Sequence[str]) -> str:
     """Returns a sentence that names the tensors that a failed load has touched."""
-    names = ", ".join(touched[:SHOWN_NAMES])
-    more = len(touched) - SHOWN_NAMES
-    return f"The target may hold a mix of old and new bytes in: {names}" + (
-        f" and {more} more" if more > 0 else ""
-    )
+    return f"The target may hold a mix of old and new bytes in: {listed(touched)}"
 
 
 def said(error: BaseException) -> str:

@@ -96,7 +96,8 @@ class Staging:
             raise StateChangedError(
                 f"{changed[0]}{more} changed, and not by the step of an optimizer, "
                 'before it was copied; leave out staging="overlapped", or call wait_staged() of '
-                "the save's handle before the change"
+                "the save's handle before the change",
+                names=changed,
             )
 
     def wait(self) -> None:

@@ -24,7 +24,7 @@ from ckpt.match.selection import no_name
 from ckpt.state.patterns import is_plain, matches, prefix_in, renamer
 from ckpt.state.saved import leaves
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
-from sharding.errors import ArgumentError
+from sharding.errors import ArgumentError, listed
 
 SHOWN_NAMES = 3
 
@@ -167,11 +167,11 @@ def _renamed(rule: Rule, name: str) -> str:
 
 def _check_none_left(mapping: TensorMapping, names: Sequence[str]) -> None:
     if names:
-        more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
         raise ArgumentError(
-            f"{mapping.name} has no rule for {', '.join(names[:SHOWN_NAMES])}{more}: the checkpoint"
-            " is of another model, or holds more: select= takes the model alone, and "
-            "exclude= leaves tensors out"
+            f"{mapping.name} has no rule for {listed(names, SHOWN_NAMES)}: the checkpoint is of "
+            "another model, or holds more: select= takes the model alone, and exclude= leaves "
+            "tensors out",
+            names=names,
         )
 
 

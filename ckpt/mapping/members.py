@@ -115,7 +115,7 @@ class Group:
         whole = len(self.rule.sources) * prod(counts)
         if whole == len(self.records):
             return
-        missing = [
+        missing = [  # of a hostile file there are 10**18: no attribute has them all
             name_with(source, self.texts, dict(zip(axes, indices, strict=True)))
             for source, indices in islice(self._missing(counts), SHOWN_NAMES)
         ]

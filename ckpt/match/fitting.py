@@ -9,12 +9,15 @@ from warnings import warn
 
 import xxhash
 
-from ckpt.errors import NOT_STRICT, Difference, MismatchError
+from ckpt.errors import NOT_STRICT, Difference, MismatchError, SkippedWarning
 from ckpt.match.match_builder import Match
 from ckpt.match.overlaps import Placed, conflict
 from ckpt.match.selection import Claim
 from sharding.agreement.ranks import HASH_BITS, Ranks
 from sharding.url_secrets import without_secrets
+
+SHOWN = 3
+"""The most skipped differences in a warning, which has all of them."""
 
 
 class Fingerprints(NamedTuple):
@@ -93,9 +96,10 @@ def check_fits(
         skipped = [d for d in found if d.problem in NOT_STRICT]
         found = [d for d in found if d not in skipped]
         if skipped and warns:
-            shown = "; ".join(map(str, skipped[:3])) + ("; ..." if len(skipped) > 3 else "")
-            where = without_secrets(url)
-            warn(f"{where}: strict=False skips {len(skipped)}: {shown}", stacklevel=stacklevel)
+            more = f"; and {len(skipped) - SHOWN} more" if len(skipped) > SHOWN else ""
+            told = f"skips {len(skipped)}: {'; '.join(map(str, skipped[:SHOWN]))}{more}"
+            message = f"{without_secrets(url)}: strict=False {told}"
+            warn(SkippedWarning(message, skipped), stacklevel=stacklevel)
     if found:
         raise MismatchError(url, found)
 

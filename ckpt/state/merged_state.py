@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckpt.errors import StateError
+from ckpt.errors import StateError, ValuesWarning
 from ckpt.state.flatten import FlatState
 from ckpt.state.nests import conflicting_values, without_tensors
 from ckpt.state.sections import fingerprints, merge, short_hash, summary, unpacked_summary
@@ -18,6 +18,7 @@ from ckpt.state.state_spec import StateSpec
 from formats.dtypes import DType
 from formats.native.manifest import StoredTensor
 from sharding.agreement.ranks import Ranks
+from sharding.errors import listed
 from sharding.layout import Layout
 
 SHOWN = 8
@@ -164,13 +165,13 @@ def with_values_of_first(ranks: Ranks, held: MergedState) -> MergedState:
     return replace(held, whole=whole, same_values=True, conflicting_values=lost)
 
 
-def conflict_message(ranks: Ranks, names: Sequence[str]) -> str:
+def conflict(ranks: Ranks, names: Sequence[str]) -> ValuesWarning:
     """Returns the warning of a rank whose values of these names are not stored."""
-    shown, more = ", ".join(map(repr, names[:SHOWN])), len(names) - SHOWN
-    return (
+    return ValuesWarning(
         f"rank {ranks.rank} has other values in the state than the lowest rank that has them, "
-        f"whose values are taken: {shown}{f' and {more} more' if more > 0 else ''}; give values "
-        "that differ between ranks names of their own"
+        f"whose values are taken: {listed([*map(repr, names)], SHOWN)}; give values that differ "
+        "between ranks names of their own",
+        names,
     )
 
 

@@ -24,7 +24,7 @@ from formats.native.borrowed import kept
 from formats.native.lending import Lender
 from formats.native.manifest import MANIFEST, Base, read_manifest
 from formats.native.manifest_loader import load
-from sharding.errors import ArgumentError
+from sharding.errors import ArgumentError, listed
 from sharding.url_secrets import without_secrets
 
 SHOWN_NAMES = 5
@@ -127,9 +127,8 @@ def borrowing(names: Sequence[str]) -> str:
     >>> borrowing(["step-2"]), borrowing(["step-2", "step-3"])
     ('step-2 beside it borrows from it', 'step-2, step-3 beside it borrow from it')
     """
-    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
     verb = "borrows" if len(names) == 1 else "borrow"
-    return f"{', '.join(names[:SHOWN_NAMES])}{more} beside it {verb} from it"
+    return f"{listed(names, SHOWN_NAMES)} beside it {verb} from it"
 
 
 def dependents(url: str | os.PathLike[str], options: Options = None) -> list[str]:

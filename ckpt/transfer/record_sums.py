@@ -24,7 +24,7 @@ from ckpt.plan.read_plan import NOWHERE, BoxCopy, ByteRange, ReadRequest
 from formats.catalog import Extent
 from formats.crc32 import SummedRanges, crc32
 from formats.errors import CorruptError
-from sharding.errors import ArgumentError
+from sharding.errors import ArgumentError, listed
 from sharding.layout import Box, Piece
 
 Verify = bool | Literal["all"]
@@ -155,9 +155,7 @@ class Part:
     @property
     def names(self) -> str:
         """The tensors for which the record was read, as text; only the first ones of many."""
-        names = list(self.record.names)
-        more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-        return ", ".join(names[:SHOWN_NAMES]) + more
+        return listed(list(self.record.names), SHOWN_NAMES)
 
     def take(self, at: int, data: memoryview) -> None:
         """Sums the bytes at byte `at` of the file, which follow the bytes of the last call."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, NamedTuple
@@ -60,7 +60,7 @@ class Differing:
 
 
 def named(found: Sequence[Differing]) -> str:
-    """Returns the tensors as text, at most `SHOWN` of them."""
+    """Returns the first `SHOWN` tensors as text, and how many more there are."""
     more = len(found) - SHOWN
     return "; ".join(map(str, found[:SHOWN])) + (f" and {more} more tensors" if more > 0 else "")
 
@@ -109,9 +109,11 @@ class ReplicaHashes:
         return total % (1 << 64)
 
     def differing(self, ranks: Ranks, tensors: Mapping[str, StoredTensor]) -> list[Differing]:
-        """Returns the tensors whose replicas differ, equal on all ranks (rule 3).
+        """Returns the tensors whose replicas differ, the same on all ranks (rule 3).
 
-        All ranks call this, after `weigh` on the same tensors. Communicates.
+        Tensors of no model come first, then weights, then the statistics of normalizations, which
+        differ in every run of DDP. All ranks call this, after `weigh` on the same tensors.
+        Communicates.
         """
         mine = {
             name: xxhash.xxh3_64_intdigest(row.tobytes())
@@ -127,10 +129,12 @@ class ReplicaHashes:
 
         record = np.array([mine.get(name, 0) for name in names], "<u8").tobytes()
         answer = ranks.joined("comparing replicas", record, join)
-        return [
+        found = [
             Differing(names[at], layouts[at].mesh.lowest, tuple(others), more)
             for at, others, more in json.loads(zlib.decompress(answer))
         ]
+        nests = {_top(name) for name in tensors if _is_of_model(name)}
+        return sorted(found, key=lambda one: _interest(one.name, nests))
 
     def _read(self, leaves: Sequence[Leaf]) -> Bytes:
         """Returns a row for each of these tensors: equal bytes have equal rows."""
@@ -141,6 +145,25 @@ class ReplicaHashes:
                 self._hashes[leaf.name] = _hash_of(leaf)
         data = b"".join(self._hashes[leaf.name] for leaf in leaves)
         return np.frombuffer(data, np.uint8).reshape(len(leaves), 8)
+
+
+def _interest(name: str, nests: Collection[str]) -> int:
+    """Returns a smaller number for a tensor of more interest.
+
+    `nests` has the top entries of the state that are a model or an optimizer.
+    """
+    last = name.rpartition(".")[2]
+    if last.startswith("running_") or last == "num_batches_tracked":
+        return 2
+    return int(_top(name) in nests)
+
+
+def _is_of_model(name: str) -> bool:
+    return name.endswith((".weight", ".bias")) or ".state." in name
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def _groups(tensors: Mapping[str, StoredTensor], rank: int) -> dict[_Place, list[str]]:

@@ -21,7 +21,7 @@ from sharding.engine.packing import ChunkPacking, FlatPacking, pack
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter, Precision
 from sharding.engine.shard_group import HybridGroups, ShardGroup
-from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError
+from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError, listed
 from sharding.group_references import release_with_groups
 from sharding.policies import MixedPrecisionPolicy
 from sharding.torch_versions import side_by_side
@@ -117,7 +117,7 @@ class ChunkParamGroup(ParamGroup):
         """The device of the unsharded parameters. Raises RuntimeError for the meta device."""
         device = stored(self.parameters[0]).device
         if device.type == "meta":
-            names = ", ".join(parameter.name for parameter in self.parameters[:3])
+            names = listed([parameter.name for parameter in self.parameters], 3)
             raise MisuseError(
                 f"parameters are on the meta device ({names}); materialize them with "
                 "module.to_empty(device=...) and initialize or load them before the first forward"

@@ -44,7 +44,7 @@ from sharding.engine.reduction import (
 from sharding.engine.shard_group import HybridGroups
 from sharding.engine.transport import NoGather, PendingAllGather, Transport, transport_between
 from sharding.engine.unsharded_buffer import KeptPart, UnshardedBuffer
-from sharding.errors import MisuseError, TransferError
+from sharding.errors import MisuseError, TransferError, listed
 
 
 class ParamGroup(ABC):
@@ -216,9 +216,9 @@ class ParamGroup(ABC):
         that failed.
         """
         if self._error is not None:
-            names = ", ".join([parameter.name for parameter in self.parameters][:3])
+            names = listed([parameter.name for parameter in self.parameters], 3)
             raise MisuseError(
-                f"the ranks could not gather the parameters {names} and those with them before "
+                f"the ranks could not gather the parameters {names} before "
                 f"({self._error}), and this process group cannot gather them any more: start the "
                 "job again; the shards can still be saved"
             ) from self._error

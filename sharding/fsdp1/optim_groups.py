@@ -18,8 +18,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from sharding.errors import OptimizerMismatchError
-from sharding.fsdp1.optim_keys import Key, Keyed, OptimState, options_of, some_of
+from sharding.errors import OptimizerMismatchError, listed
+from sharding.fsdp1.optim_keys import SHOWN, Key, Keyed, OptimState, options_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,16 @@ class SavedGroups:
             (lacking, "are lacking, which the optimizer has"),
         ]
         if any(names for names, _ in complaints):
-            said = "; ".join(f"{some_of(names)} {what}" for names, what in complaints if names)
+            said = "; ".join(
+                f"{listed(names, SHOWN)} {what}" for names, what in complaints if names
+            )
             hint = ""
             if any(isinstance(name, int) for name in strange):
                 hint = "; these are positions: rekey_optim_state_dict makes names of them"
             raise OptimizerMismatchError(
-                f"the groups of the optimizer's state are not those of this optimizer: {said}{hint}"
+                f"the groups of the optimizer's state are not those of this optimizer: {said}"
+                f"{hint}",
+                names=[str(name) for names, _ in complaints for name in names],
             )
 
     def matched(self, known: Keyed, optim: Optimizer | None) -> list[dict[str, Any]]:

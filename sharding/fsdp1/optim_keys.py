@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from sharding.describe.describing import clean_name, flat_members
 from sharding.describe.members import NamedParameter
-from sharding.errors import ArgumentError, ArgumentTypeError, OptimizerMismatchError
+from sharding.errors import ArgumentError, ArgumentTypeError, OptimizerMismatchError, listed
 from sharding.policies import OptimStateKeyType
 
 Key = int | str
@@ -170,8 +170,9 @@ def rekeyed(
         lacking += [key for key in group["params"] if key not in table and key not in lacking]
     if lacking:
         raise OptimizerMismatchError(
-            f"the optimizer's state has {some_of(lacking)}, which the module and its optimizer do "
-            "not have: pass the module and the optimizer of this state"
+            f"the optimizer's state has {listed(lacking, SHOWN)}, which the module and its "
+            "optimizer do not have: pass the module and the optimizer of this state",
+            names=map(str, lacking),
         )
     return {
         "state": {table[key]: value for key, value in state["state"].items()},
@@ -185,9 +186,3 @@ def rekeyed(
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a group's options, without its parameters and their names."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def some_of(names: Sequence[object]) -> str:
-    """Returns a few names for a message."""
-    shown = ", ".join(map(str, names[:SHOWN]))
-    return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"

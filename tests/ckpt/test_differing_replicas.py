@@ -169,10 +169,44 @@ def test_statistics_and_averages_that_differ_come_from_the_lowest_rank_alone(
     assert torch.equal(saved["ema"]["w"], torch.zeros(512, 512))
     assert told[1][0] == []
     [said] = told[0][0]
-    assert "model.1.running_mean (rank 1); model.1.running_var (rank 1)" in said
+    assert "ema.w (rank 1); model.1.running_mean (rank 1); model.1.running_var (rank 1)" in said
     assert "and 9 more tensors; they are stored as the lowest rank has them" in said
     assert "num_batches" not in said
     assert "weight" not in said
+
+
+def save_many(folder: str, replicas: str) -> tuple[str, tuple[str, ...]]:
+    """The text and the names of a warning or error of many replicas, most without interest."""
+    rank = dist.get_rank()
+    model = nn.Sequential(*[nn.BatchNorm1d(4) for _ in range(10)])
+    for layer in model:
+        layer.running_mean.add_(rank)
+    model[9].weight.data.add_(rank)
+    optim = {"state": {"9.weight": {"exp_avg": torch.full((4,), float(rank))}}}
+    state = {"model": model, "optim": optim, "ema": torch.full((9,), float(rank))}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            ckpt.save(folder, state, replicas=replicas)  # type: ignore[arg-type]
+        except ckpt.StateError as error:
+            return str(error), error.names
+    for each in caught:
+        if isinstance(each.message, ckpt.ReplicasWarning):
+            return str(each.message), each.message.tensors
+    return "", ()
+
+
+@pytest.mark.parametrize("replicas", ["sample", "check"])
+def test_of_many_replicas_that_differ_all_names_are_told_and_loose_tensors_first(
+    clusters: Callable, tmp_path: Path, replicas: str
+) -> None:
+    told = clusters(2).run(save_many, str(tmp_path), replicas)
+    text, names = told[0]
+    means = [f"model.{index}.running_mean" for index in range(10)]
+    assert list(names) == ["ema", "model.9.weight", "optim.state.9.weight.exp_avg", *means]
+    assert "ema (rank 1); model.9.weight (rank 1); optim.state.9.weight.exp_avg (rank 1)" in text
+    assert "model.4.running_mean (rank 1) and 5 more tensors" in text
+    assert told[1] == (told[0] if replicas == "check" else ("", ()))
 
 
 def hybrid(values: list[float], rows: int) -> DTensor:

@@ -116,12 +116,24 @@ def test_strict_false_skips_what_does_not_fit_with_a_warning(tmp_path: Path) -> 
     target["model"]["extra"] = torch.full((2,), 5.0)
     target["model"]["w"] = torch.full((4, 2), 5.0)
     del target["step"]
-    with pytest.warns(UserWarning, match="strict=False skips 3: model.w"):
+    with pytest.warns(ckpt.SkippedWarning, match="strict=False skips 3: model.w"):
         ckpt.load(tmp_path, target, strict=False)
     assert torch.equal(target["model"]["b"], state["model"]["b"])
     assert target["model"]["extra"].tolist() == [5.0, 5.0]
     assert (target["model"]["w"] == 5).all()
     assert "step" not in target
+
+
+def test_a_warning_of_skipped_entries_has_all_of_them_and_says_how_many_it_shows(
+    tmp_path: Path,
+) -> None:
+    ckpt.save(tmp_path, {"a": 1})
+    target = {str(index): torch.zeros(1) for index in range(50)}
+    with pytest.warns(ckpt.SkippedWarning, match=r"skips 51: .*; and 48 more$") as caught:
+        ckpt.load(tmp_path, target, strict=False)
+    [warning] = caught
+    assert isinstance(warning.message, ckpt.SkippedWarning)
+    assert {one.name for one in warning.message.differences} == {"a", *target}
 
 
 def test_strict_false_does_not_hide_another_dtype_or_structure(tmp_path: Path) -> None:

@@ -358,6 +358,7 @@ def save_different_values(folder: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ckpt.save(folder, {"w": torch.ones(2), "rank": dist.get_rank()})
+    assert {getattr(warning.message, "names", ()) for warning in caught} <= {("rank",)}
     return [str(warning.message) for warning in caught]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -251,6 +252,14 @@ def test_a_mapping_that_does_not_fit_is_an_error_with_the_names(
     with pytest.raises(ArgumentError) as raised:
         changed(text, shapes, **parameters)
     assert said in str(raised.value)
+
+
+def test_an_error_shows_a_few_names_and_how_many_more_and_has_all_of_them() -> None:
+    shapes: dict[str, tuple[int, ...]] = {f"b{index}": (1,) for index in range(9)}
+    with pytest.raises(ArgumentError, match="has no rule for b0, b1, b2 and 6 more:") as raised:
+        changed('strict = true\n[[rule]]\nfrom = "a"\nto = "b"', shapes)
+    assert raised.value.names == (*shapes,)
+    assert pickle.loads(pickle.dumps(raised.value)).names == (*shapes,)
 
 
 def test_tensors_of_two_dtypes_do_not_become_one() -> None:
