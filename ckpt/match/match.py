@@ -234,8 +234,9 @@ class _Matcher:
                 steps[key] = self.walk(value, join(path, key))
             is_tensor = isinstance(value, torch.Tensor) and identity(value) in own
             aliases_only &= is_tensor or isinstance(value, LocalPart)
-        if aliases_only and not _customised(module):
-            return lambda: module  # the reads fill the parameters and buffers themselves
+        # the reads fill the parameters and buffers themselves
+        if (aliases_only and not _customised(module)) or not self._builder.chooses(path):
+            return lambda: module
         self.installs = True
         original = state_dict_keys(module)
 

@@ -1,6 +1,6 @@
 """A pattern, or a key of `rename=`, that names nothing is an error in every verb that takes one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +270,21 @@ def test_another_entry_of_an_optimizer_stays_if_it_is_not_selected(tmp_path: Pat
     assert (target["o"].seen, target["o"].param_groups[0]["lr"]) == (2, 1 / 8)
     ckpt.load(tmp_path, target)
     assert target["o"].seen == 1
+
+
+def test_a_module_of_which_nothing_is_selected_is_not_loaded(tmp_path: Path) -> None:
+    class Halves(nn.Linear):
+        def load_state_dict(self, state_dict: Mapping[str, Any], *more: Any, **options: Any) -> Any:
+            halves = {name: value / 2 for name, value in state_dict.items()}
+            return super().load_state_dict(halves, *more, **options)
+
+    model = Halves(1, 1)
+    before = model.weight.item()
+    ckpt.save(tmp_path, {"m": model, "n": 1})
+    assert ckpt.load(tmp_path, {"m": model, "n": 2}, include="n")["n"] == 1
+    assert model.weight.item() == before
+    ckpt.load(tmp_path, {"m": model, "n": 2})
+    assert model.weight.item() == before / 2
 
 
 def test_a_place_takes_what_is_selected_of_what_was_saved(tmp_path: Path) -> None:
