@@ -39,13 +39,17 @@ from ckpt.integrations.optional import needs
 from ckpt.integrations.removal import remove
 from ckpt.state.stateful import (
     identity,
-    module_entries,
     optimizer_entries,
     parameter_names,
 )
 from ckpt.transfer.write_job import Compress
 from formats.catalog import TensorRef
-from sharding.describe.describing import clean_name, flat_members
+from sharding.describe.describing import (
+    CleanNames,
+    describe_module,
+    flat_members,
+    state_dict_keys,
+)
 from sharding.describe.members import NamedParameter
 
 with needs("lightning"):
@@ -166,7 +170,7 @@ class CkptStrategyMixin(_Strategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns this rank's state dict, without a gather or a copy of Lightning's strategies."""
         module = self._module()
-        self._handed = module_entries(module) if _has_flat(module) else dict(module.state_dict())
+        self._handed = describe_module(module) if _has_flat(module) else dict(module.state_dict())
         of_base: Any = super().lightning_module_state_dict
         return dict(self._handed) if of_base.__func__ in OF_LIGHTNING else dict(of_base())
 
@@ -231,7 +235,7 @@ class CkptStrategyMixin(_Strategy):
         if not is_seen:
             return {**found, MODULE: {}, OPTIMIZERS: []}
         if MODULE in found:
-            names = {clean_name(name): name for name in module.state_dict()}
+            names = state_dict_keys(module)
             found[MODULE] = {names.get(key, key): value for key, value in found[MODULE].items()}
         if is_whole and OPTIMIZERS in found:
             saved = [_parameters(state) for state in found[OPTIMIZERS]]
@@ -302,9 +306,10 @@ class CkptStrategyMixin(_Strategy):
         module, handed = self._module(), self._handed or {}
         if given.keys() == handed.keys() and all(given[key] is handed[key] for key in given):
             return module
-        entries, found = module_entries(module), dict[str, Any]()
+        entries, found = describe_module(module), dict[str, Any]()
+        clean = CleanNames(module)
         for key, value in given.items():
-            name = clean_name(key)
+            name = clean.of(key)
             if name in found:
                 raise MisuseError(f"checkpoint['{MODULE}'] has two entries of the name {name!r}")
             is_own = name in entries and key in handed and value is handed[key]
@@ -360,7 +365,8 @@ class CkptFSDPStrategy(CkptStrategyMixin, FSDPStrategy):
 
 def _parts(stored: ckpt.Checkpoint, saved: Any, module: nn.Module) -> dict[str, Any]:
     """Returns a target for the weights: this rank's part where the module has one, else whole."""
-    own = {clean_name(name): value for name, value in module.state_dict().items()}
+    state = module.state_dict()
+    own = {name: state[key] for name, key in state_dict_keys(module).items()}
     return {
         name: torch.empty_like(own[name])
         if isinstance(own.get(name), DTensor)

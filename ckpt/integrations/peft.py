@@ -5,7 +5,9 @@
     load_adapter("run/adapter-2", model)
 
 A checkpoint holds the tensors of one adapter under PEFT's names, and the adapter's configuration.
-It does not hold the base model, which is neither gathered nor read.
+It does not hold the base model, which is neither gathered nor read. PEFT computes the tensors of
+some adapters (prompts) from the parameters of an encoder; a checkpoint also holds these parameters,
+under `prompt_encoder`, and a load fills them.
 `ckpt convert run/adapter-2 adapter_model.safetensors` makes the file that PEFT loads.
 """
 
@@ -27,6 +29,8 @@ __all__ = ["load_adapter", "save_adapter"]
 
 CONFIG = "peft_config"
 """The key of the metadata for the configuration, in JSON."""
+ENCODER = "prompt_encoder"
+"""PEFT's name for the modules from whose parameters prompts are computed."""
 
 
 def save_adapter(
@@ -58,9 +62,15 @@ def load_adapter(
 
 
 def _tensors(model: PeftModel, adapter: str) -> dict[str, Any]:
-    """Returns the tensors of an adapter by PEFT's names, without a copy."""
+    """Returns the tensors of an adapter by PEFT's names, without a copy of a parameter."""
     own = model.state_dict(keep_vars=True)
-    return dict(get_peft_model_state_dict(model, state_dict=own, adapter_name=adapter))
+    found = dict(get_peft_model_state_dict(model, state_dict=own, adapter_name=adapter))
+    if model.peft_config[adapter].is_prompt_learning:
+        prefix = f"{ENCODER}.{adapter}."
+        for name, tensor in own.items():
+            if name.startswith(prefix):
+                found[f"{ENCODER}.{name.removeprefix(prefix)}"] = tensor
+    return found
 
 
 def _config(model: PeftModel, adapter: str) -> str:

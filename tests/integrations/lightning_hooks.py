@@ -25,10 +25,12 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import ckpt
 from ckpt.integrations.lightning import (
     CkptDDPStrategy,
+    CkptModelParallelStrategy,
     CkptStrategyMixin,
 )
 

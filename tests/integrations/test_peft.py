@@ -56,6 +56,37 @@ def test_an_adapter_is_filled_in_place_and_the_base_model_is_not_stored(tmp_path
         save_adapter(tmp_path / "other", saved, adapter="missing")
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["PromptTuning", "PromptEncoder", "PrefixTuning"])
+def test_the_parameters_from_which_peft_computes_prompts_are_filled(
+    kind: str, tmp_path: Path
+) -> None:
+    """PEFT's own state dict has only the results, which are no parameters of the model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from ckpt.integrations.peft import load_adapter, save_adapter
+
+    def made(seed: int) -> Any:
+        sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8}
+        language = LlamaForCausalLM(
+            LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=1)
+        )
+        config = getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", num_virtual_tokens=4)
+        model = peft.get_peft_model(language, config)
+        torch.manual_seed(seed)
+        for parameter in model.prompt_encoder.parameters():
+            nn.init.normal_(parameter)
+        return model
+
+    saved, loaded = made(1), made(2)
+    save_adapter(tmp_path, saved)
+    load_adapter(tmp_path, loaded)
+    state = loaded.prompt_encoder.state_dict()
+    assert all(
+        torch.equal(value, state[name]) for name, value in saved.prompt_encoder.state_dict().items()
+    )
+
+
 def test_with_a_base_only_what_has_changed_is_written(tmp_path: Path) -> None:
     from ckpt.integrations.peft import load_adapter, save_adapter
 
