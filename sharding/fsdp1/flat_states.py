@@ -77,7 +77,7 @@ def by_rows(
             results.append(_wrapped(param_group, part.index, target, mesh))
             yield Move(part.name, part.local, flat, target, rows)
 
-    redistribute(moves(), group=param_group.groups.shard.group)
+    redistribute(moves(), group=param_group.groups.group)
     return results
 
 
@@ -98,7 +98,7 @@ def fill_parts(param_group: FlatParamGroup, pairs: Iterable[tuple[FlatPart, Held
             )
             for part, held in pairs
         ),
-        group=param_group.groups.shard.group,
+        group=param_group.groups.group,
     )
 
 
@@ -132,6 +132,18 @@ def is_by_rows(
     spec = _spec(param_group, index, tensor.dtype, mesh)
     same_ranks = torch.equal(spec.mesh.mesh, tensor.device_mesh.mesh)
     return same_ranks and spec.placements == tensor.placements and spec.shape == tensor.shape
+
+
+def group_of_flat(param_group: FlatParamGroup) -> ProcessGroup | None:
+    """Returns the group whose ranks hold all of a flat parameter, if it is one group.
+
+    None if one group shares it and another replicates it, or if tensor parallelism divides it too.
+    """
+    shard, replicas = param_group.groups.shard.group, param_group.groups.replicate.group
+    is_grid = shard is not None and replicas is not None
+    if is_grid or any(p.distributed is not None for p in param_group.parameters):
+        return None
+    return shard or replicas
 
 
 def unsharded_shape(param_group: FlatParamGroup, index: int) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ Rules:
    parameters, which must have been in one group. If the optimizer is not known, the result has the
    saved groups.
 2. The optimizer has exactly the parameters that were saved. A parameter without state is also in a
-   group.
+   group. Only a parameter that no unit divides may be lacking, as in torch: the result lacks it
+   too, and a caller who keeps its state elsewhere adds its key.
 """
 
 from __future__ import annotations
@@ -50,7 +51,11 @@ class SavedGroups:
         mine = known.key_of()
         strange = [name for name in self.group_of if name not in first]
         elsewhere = [name for name in self.group_of if name in first and name not in mine]
-        lacking = [name for name in mine if name not in self.group_of]
+        lacking = [
+            name
+            for name, key in mine.items()
+            if name not in self.group_of and not known.is_unmanaged(key)
+        ]
         if known.groups is None:  # the optimizer may have fewer, but all or none of a flat one
             used = {mine[name] for name in self.group_of if name in mine}
             lacking = [name for name in lacking if mine[name] in used]
@@ -82,8 +87,14 @@ class SavedGroups:
             index = self._one_of(members, known)
             saved = {} if index is None else self.options[index]
             options = {key: value for key, value in own.items() if key != "params"}
-            matched.append({**deepcopy({**options, **saved}), "params": list(members)})
+            there = [key for key in members if not self._is_left_out(key, known)]
+            matched.append({**deepcopy({**options, **saved}), "params": there})
         return matched
+
+    def _is_left_out(self, key: Key, known: Keyed) -> bool:
+        """Whether a parameter that no unit divides was not saved (rule 2)."""
+        names = known.parameters[key].names
+        return known.is_unmanaged(key) and self.group_of.keys().isdisjoint(names)
 
     def _as_saved(self, known: Keyed) -> list[dict[str, Any]]:
         mine = known.key_of()

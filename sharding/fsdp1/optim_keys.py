@@ -14,16 +14,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sharding.describe.describing import clean_name, flat_members
 from sharding.describe.members import NamedParameter
+from sharding.discovery import entry_of
+from sharding.engine.flat_param_group import flat_param_groups
+from sharding.engine.unit import units_of
 from sharding.errors import ArgumentError, ArgumentTypeError, OptimizerMismatchError, listed
+from sharding.fsdp1.flat_states import group_of_flat
 from sharding.policies import OptimStateKeyType
+from sharding.reshard.kinds import group_of, group_over
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 Key = int | str
 """The key of a parameter in an optimizer's state dict."""
@@ -82,6 +92,14 @@ class Keyed:
     """The parameters by key, in the order of the groups."""
     groups: Sequence[Sequence[Key]] | None
     """The keys of each group; None if the groups are not known."""
+
+    def is_unmanaged(self, key: Key) -> bool:
+        """Whether no unit has the parameter: it is the same as before wrapping."""
+        named = self.parameters[key]
+        found = named.parameter
+        if named.slices or isinstance(found, DTensor) or not isinstance(found, nn.Parameter):
+            return False
+        return entry_of(found) is None
 
     def key_of(self) -> dict[str, Key]:
         """Returns the key of each name."""
@@ -181,6 +199,21 @@ def rekeyed(
             for group in state["param_groups"]
         ],
     }
+
+
+def by_name(entries: Mapping[K, V]) -> list[tuple[K, V]]:
+    """Returns the entries in the order of their names, the same on all ranks."""
+    return sorted(entries.items(), key=lambda entry: str(entry[0]))
+
+
+def group_of_module(module: nn.Module) -> ProcessGroup | None:
+    """Returns the group whose ranks share all of a module.
+
+    None, the default group, if there are several groups or none.
+    """
+    flat = [p for unit in units_of((module,)) for p in flat_param_groups(unit.used)]
+    dtensors = [p for p in module.parameters() if isinstance(p, DTensor)]
+    return group_over([*map(group_of_flat, flat), *map(group_of, dtensors)])
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:

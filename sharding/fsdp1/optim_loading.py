@@ -38,7 +38,13 @@ from sharding.describe.members import NamedParameter
 from sharding.describe.sharded_tensor import is_sharded
 from sharding.errors import ArgumentError, OptimizerMismatchError
 from sharding.fsdp1.optim_groups import SavedGroups
-from sharding.fsdp1.optim_keys import ModelNames, OptimInput, OptimState, keyed
+from sharding.fsdp1.optim_keys import (
+    ModelNames,
+    OptimInput,
+    OptimState,
+    group_of_module,
+    keyed,
+)
 from sharding.fsdp1.optim_state_dicts import NUMBERS, Entries
 from sharding.layout import Layout, Replicate
 from sharding.reshard.redistribute import Move, redistribute
@@ -57,7 +63,9 @@ def state_to_load(
     group: ProcessGroup | None = None,
     optim_input: OptimInput | None = None,
 ) -> OptimState:
-    """Returns a state dict for `optim.load_state_dict` (see the rules above). All ranks call this.
+    """Returns a state dict for `optim.load_state_dict` (see the rules above).
+
+    All ranks of `group` call this; by default those of `group_of_module`.
 
     Args:
         saved: the result of `optim_state_of`; with `rank0_only`, on the first rank of the group.
@@ -68,6 +76,7 @@ def state_to_load(
             another rank.
         ArgumentError: `saved` is not an optimizer's state.
     """
+    group = group or group_of_module(module)
     ranks = Ranks(group)
     if rank0_only:
         saved = _from_first(saved, ranks, group)
@@ -168,6 +177,7 @@ class _Loading:
         known_names = taken | set(first) | set({} if groups is None else groups.group_of)
         others = {name: value for name, value in entries.items() if name not in known_names}
         state |= deepcopy(others)
+        self.moves.sort(key=lambda move: move.name)  # optimizers of ranks may have other orders
         self.result = {"state": state}
         if groups is not None:
             self.result["param_groups"] = groups.matched(known, self.optim)

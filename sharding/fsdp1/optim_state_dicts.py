@@ -13,13 +13,15 @@ Rules:
    numbers. A rank without its elements may have no state, or other state.
 4. An error of one rank is an error on all ranks, before any tensor moves. Local state does not
    communicate.
+5. Ranks may have the parameters in another order in their optimizers: tensors travel in the order
+   of their names.
 """
 
 from __future__ import annotations
 
 import pickle
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from zlib import crc32
 
@@ -45,6 +47,8 @@ from sharding.fsdp1.optim_keys import (
     ModelNames,
     OptimInput,
     OptimState,
+    by_name,
+    group_of_module,
     is_keyed_by_name,
     keyed,
     options_of,
@@ -87,6 +91,8 @@ def optim_state_of(
 ) -> OptimState:
     """Returns an optimizer's state dict by names (see the rules above). All ranks call this.
 
+    Without a group in `wanted`, those are the ranks of `group_of_module`.
+
     Raises OptimizerMismatchError if the optimizer is not the module's, state cannot be divided, or
     ranks have different states (rule 3); RankError if another rank fails.
     """
@@ -99,6 +105,7 @@ def optim_state_of(
     if local:
         plan = planning()
         return {"state": {**plan.entries, **plan.others}, **_groups(plan.known, state)}
+    wanted = replace(wanted, group=wanted.group or group_of_module(module))
     ranks = Ranks(wanted.group)
     plan, agreement = ranks.run_and_compare(
         "describing an optimizer's state",
@@ -176,7 +183,7 @@ class _Plan:
 
     def fingerprint(self) -> int:
         """Returns a hash that is equal on ranks with the same entries."""
-        seen = [(name, each.entries) for name, each in self.described.items()]
+        seen = [(name, by_name(each.entries)) for name, each in by_name(self.described)]
         return crc32(repr(seen).encode())
 
     def complete(self, everyone: list[dict[str, _Described]]) -> None:
@@ -254,8 +261,8 @@ def _converted(plan: _Plan, wanted: OptimRequest, made: Made) -> Made:
     """Returns the divided tensors still to make, of the wanted kind. All ranks call this."""
     places = [
         (name, entry)
-        for name, entries in plan.entries.items()
-        for entry, value in entries.items()
+        for name, entries in by_name(plan.entries)
+        for entry, value in by_name(entries)
         if isinstance(value, LocalPart | DTensor) and (name, entry) not in made
     ]
     found = converted(
@@ -290,12 +297,12 @@ def _rows(plan: _Plan, wanted: OptimRequest, module: nn.Module) -> Made:
             param_groups[id(param_group)] = param_group, mesh_given(entry_point)
     parts: dict[int, list[FlatPart]] = {}
     places: dict[int, list[tuple[str, Any]]] = {}
-    for named in plan.known.parameters.values():
+    for named in sorted(plan.known.parameters.values(), key=lambda named: named.names):
         for name, own in zip(named.names, named.slices, strict=bool(named.slices)):
             at, index = own.key if isinstance(own.key, tuple) else (None, None)
             if at not in param_groups:
                 continue
-            for entry, value in plan.entries.get(name, {}).items():
+            for entry, value in by_name(plan.entries.get(name, {})):
                 if isinstance(value, LocalPart):
                     local = value.local.reshape(-1)
                     parts.setdefault(at, []).append(FlatPart(f"{name}.{entry}", index, local))

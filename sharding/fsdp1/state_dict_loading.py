@@ -35,9 +35,11 @@ from sharding.fsdp1.flat_states import (
     FlatPart,
     Held,
     fill_parts,
+    group_of_flat,
     held_in_shard_group,
     unsharded_shape,
 )
+from sharding.reshard.kinds import group_of, group_over
 from sharding.reshard.redistribute import Move, redistribute
 from sharding.torch_versions import cut
 
@@ -171,8 +173,12 @@ class RowLoading:
 
 
 def _fill_spread(param_group: FlatParamGroup, pairs: list[tuple[FlatPart, torch.Tensor]]) -> None:
-    """Fills parts from tensors with any layout over all ranks, which all call this."""
-    ranks, slices = Ranks(), slices_of(param_group)
+    """Fills parts from tensors with any layout over all ranks, which all call this.
+
+    If no tensor has more ranks than the parameter group, only its ranks call this.
+    """
+    own = group_over([group_of_flat(param_group), *(group_of(value) for _, value in pairs)])
+    ranks, slices = Ranks(own), slices_of(param_group)
 
     def moves() -> list[Move]:
         found = []
@@ -182,7 +188,7 @@ def _fill_spread(param_group: FlatParamGroup, pairs: list[tuple[FlatPart, torch.
             found.append(Move(part.name, local, have, part.local, slices[part.index].layout))
         return found
 
-    redistribute(ranks.run_on_all("loading a sharded state dict", moves))
+    redistribute(ranks.run_on_all("loading a sharded state dict", moves), group=own)
 
 
 def unsharded_as_used(value: torch.Tensor, parameter: Parameter) -> torch.Tensor:

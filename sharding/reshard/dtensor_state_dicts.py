@@ -9,8 +9,9 @@ kind applies to the module for which it was set and all inner modules:
 
 Rules:
 
-1. All ranks make and load a full or a sharded state dict together. A local one shares memory and
-   does not communicate.
+1. All ranks make and load a full or a sharded state dict together: those of the mesh, if the
+   DTensors have one mesh of one dimension, else all of the job. A local one shares memory and does
+   not communicate.
 2. A local state dict that does not fit is an error before any change. `load_state_dict` reports the
    misfits of the other kinds.
 """
@@ -24,6 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from sharding.agreement.ranks import Ranks
@@ -35,7 +37,7 @@ from sharding.errors import LocalShapeError
 from sharding.kind import Kind
 from sharding.layout import Layout
 from sharding.policies import FullStateDictConfig, StateDictSettings, StateDictType
-from sharding.reshard.kinds import converted, dtensor_like
+from sharding.reshard.kinds import converted, dtensor_like, group_of, group_over
 from sharding.reshard.redistribute import Move, redistribute
 from sharding.state_dict_settings import KIND_OF, is_local_forced
 
@@ -74,8 +76,9 @@ def _after_saving(
         _make_local(state, first, prefix, metadata)
     else:
         first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
-        _convert(state, first, kind, first_only, config.offload_to_cpu)
-        if first_only and dist.get_rank() > 0:
+        group = group_over(group_of(state[key]) for key in first)
+        _convert(state, first, kind, first_only, config.offload_to_cpu, group)
+        if first_only and dist.get_rank(group) > 0:
             for key in keys:
                 del state[key]
     if config.offload_to_cpu:
@@ -85,10 +88,15 @@ def _after_saving(
 
 
 def _convert(
-    state: dict[str, Any], first: dict[str, str], kind: Kind, rank0_only: bool, to_cpu: bool
+    state: dict[str, Any],
+    first: dict[str, str],
+    kind: Kind,
+    rank0_only: bool,
+    to_cpu: bool,
+    group: ProcessGroup | None,
 ) -> None:
     given: dict[str, TensorLike] = {key: state[key] for key in dict.fromkeys(first.values())}
-    made = converted(given, kind, rank0_only=rank0_only, offload_to_cpu=to_cpu)
+    made = converted(given, kind, rank0_only=rank0_only, offload_to_cpu=to_cpu, group=group)
     state.update({key: made[other] for key, other in first.items() if other in made})
 
 
@@ -166,7 +174,9 @@ def _take_local(
 
 
 def _take_whole_or_sharded(state: dict[str, Any], targets: dict[str, DTensor]) -> None:
-    ranks = Ranks()
+    values = [value for key in targets if isinstance(value := state.get(key), DTensor)]
+    group = group_over(map(group_of, [*targets.values(), *values]))
+    ranks = Ranks(group)
 
     def planning() -> dict[str, Move]:
         moves = {}
@@ -182,5 +192,5 @@ def _take_whole_or_sharded(state: dict[str, Any], targets: dict[str, DTensor]) -
         return moves
 
     moves = ranks.run_on_all("reading a state dict", planning)
-    redistribute(moves.values())
+    redistribute(moves.values(), group=group)
     state.update({key: dtensor_like(targets[key], move.target) for key, move in moves.items()})

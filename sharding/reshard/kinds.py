@@ -14,7 +14,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -135,6 +135,25 @@ def mesh_over(group: ProcessGroup | None, device_type: str) -> DeviceMesh:
         _meshes[over] = DeviceMesh.from_group(over, device_type)
         release_with_groups(_meshes[over])
     return _meshes[over]
+
+
+def group_over(groups: Iterable[ProcessGroup | None]) -> ProcessGroup | None:
+    """Returns the group whose ranks share all of several tensors, from the group of each tensor.
+
+    None, the default group, if there are several groups or none, or if the group has all ranks.
+    """
+    found = {id(group): group for group in groups}
+    [group] = found.values() if len(found) == 1 else [None]
+    if group is None or dist.get_world_size(group) == dist.get_world_size():
+        return None
+    return group
+
+
+def group_of(tensor: torch.Tensor) -> ProcessGroup | None:
+    """Returns the group of a DTensor over a mesh of one dimension; else None, the default group."""
+    if isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 1:
+        return tensor.device_mesh.get_group()
+    return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import SGD, Adam, AdamW
@@ -628,6 +628,119 @@ def extra_state() -> None:
 
 def test_state_of_no_parameter_is_passed_through(clusters: Any) -> None:
     clusters(2).run(extra_state)
+
+
+def here(value: Any) -> Any:
+    """This rank's elements: no exchange, whose order would be that of the optimizer."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def in_another_order(form: str) -> None:
+    """Odd ranks give their optimizers the parameters reversed, in every group."""
+    model = wrapped(form)
+    mine = list(model.parameters())
+    optim = adamw(mine[::-1] if dist.get_rank() % 2 else mine)
+    train(model, optim, range(2))
+    wanted = plain_state(adamw)
+    for kind in (FULL, SHARDED):
+        with FSDP.state_dict_type(model, kind):
+            state = FSDP.optim_state_dict(model, optim)
+            assert_same_state(state, wanted, form)
+            loaded = FSDP.optim_state_dict_to_load(model, optim, state)
+        for key, entries in optim.state_dict()["state"].items():
+            for entry, value in entries.items():
+                mine = loaded["state"][key][entry]
+                assert torch.equal(here(mine), here(value)), (key, entry)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ranks_may_give_their_optimizers_the_parameters_in_another_order(
+    clusters: Any, form: str
+) -> None:
+    clusters(2).run(in_another_order, form)
+
+
+def over_a_subgroup(form: str, members: list[int]) -> None:
+    """Only the ranks of a group have the model; the others go on, and wait for nobody."""
+    group = dist.new_group(members)
+    if dist.get_rank() in members:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        if form == "fully_shard":
+            mesh = DeviceMesh.from_group(group, "cpu")
+            sharding.fully_shard(model, mesh=mesh)
+        elif form == "composable":
+            sharding.composable.fully_shard(model, process_group=group)
+        else:
+            model = FSDP(model, process_group=group, use_orig_params=form == "original")
+        optim = Adam(model.parameters(), lr=0.1)
+        model(torch.ones(2, 4)).sum().backward()
+        optim.step()
+        full = FSDP.full_optim_state_dict(model, optim, rank0_only=False)
+        assert full["state"]["0.weight"]["exp_avg"].shape == (3, 4)
+        sharded = FSDP.sharded_optim_state_dict(model, optim)
+        first = FSDP.full_optim_state_dict(model, optim)
+        assert bool(first) == (dist.get_rank(group) == 0)
+        results = [
+            FSDP.shard_full_optim_state_dict(full, model, optim=optim),
+            FSDP.scatter_full_optim_state_dict(first, model, optim=optim),
+            FSDP.flatten_sharded_optim_state_dict(sharded, model, optim),
+        ]
+        for kind in (FULL, SHARDED):
+            with FSDP.state_dict_type(model, kind):
+                state = FSDP.optim_state_dict(model, optim)
+                results.append(FSDP.optim_state_dict_to_load(model, optim, state))
+                model.load_state_dict(model.state_dict())
+        for result in results:
+            for key, entries in optim.state_dict()["state"].items():
+                for entry, value in entries.items():
+                    assert torch.equal(whole(result["state"][key][entry]), whole(value))
+        with FSDP.state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True)):
+            assert bool(model.state_dict()) == (dist.get_rank(group) == 0)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("members", [[1], [1, 2]], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_only_the_ranks_of_the_models_group_wait_for_each_other(
+    clusters: Any, form: str, members: list[int]
+) -> None:
+    clusters(3).run(over_a_subgroup, form, members)
+
+
+def unmanaged(library: Any, arguments: dict[str, Any]) -> list[Any]:
+    """What a library loads into an optimizer that has a parameter more, outside all instances."""
+    cls = library.FullyShardedDataParallel
+    configs = library.FullStateDictConfig(), library.FullOptimStateDictConfig(offload_to_cpu=False)
+    models: list[Any] = []
+    for extra in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(*(cls(nn.Linear(4, 4), **arguments) for _ in range(2)))
+        if extra:
+            model.insert(1, nn.Linear(4, 4, bias=False))
+        cls.set_state_dict_type(model, library.StateDictType.FULL_STATE_DICT, *configs)
+        models.append((model, Adam(model.parameters(), lr=0.1)))
+    (model, optim), (larger, more) = models
+    model(torch.ones(2, 4)).sum().backward()
+    optim.step()
+    saved = cls.optim_state_dict(model, optim)
+    for name in [*saved["state"]]:  # the second instance is the third module of the larger model
+        if name.startswith("1."):
+            saved["state"]["2" + name[1:]] = saved["state"].pop(name)
+    [group] = saved["param_groups"]
+    group["params"] = [name.replace("1.", "2.") for name in group["params"]]
+    found = cls.optim_state_dict_to_load(larger, more, saved)
+    return [found["param_groups"], sorted(found["state"])]
+
+
+def as_torch_leaves_out() -> None:
+    theirs = unmanaged(torch_fsdp, {"device_id": torch.device("cpu")})
+    assert unmanaged(sharding, {}) == theirs
+    assert theirs[0][0]["params"] == theirs[1] == [0, 2]
+
+
+def test_parameters_of_no_unit_may_be_lacking_in_a_state_as_in_torch(clusters: Any) -> None:
+    clusters(2).run(as_torch_leaves_out)
 
 
 # --- Bad input ------------------------------------------------------------------------------------
