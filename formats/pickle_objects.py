@@ -10,6 +10,8 @@ Rules, in this order. An object that fits none is an opaque value of the tree.
 5. An object of which an argument is a tensor, such as a namedtuple, is the tuple of its arguments.
    An object of which an attribute is a tensor is the dict of its attributes.
 
+6. A file in memory is its bytes.
+
 Nothing is copied here. A walk counts the parts that it takes, so objects may repeat.
 """
 
@@ -23,6 +25,7 @@ from formats.pickle_records import Opaque, Storage, StoredTensor
 
 _MODULE = ("_parameters", "_buffers", "_modules")
 _OPTIMIZER = ("param_groups", "state")
+FILE = "_io.BytesIO"
 SCRIPT = "__torch__."
 """The beginning of the names of classes in TorchScript programs."""
 
@@ -41,9 +44,12 @@ class Entries:
 
 
 def parts_of(value: Opaque, count: Count) -> object:
-    """Returns the list, tuple, dict or `Entries` that a tree shows; None for an opaque value."""
+    """Returns the list, tuple, dict, `Entries` or bytes in a tree; None for an opaque value."""
     if value.items:
         return value.items
+    if value.type == FILE and isinstance(value.state, tuple) and value.state:
+        content = value.state[0]
+        return content if isinstance(content, bytes) else None
     state = attributes(value)
     if is_module(value):
         return Entries(_module(value))

@@ -1,8 +1,8 @@
 """The arguments of DCP's functions, and the choice between `ckpt` and torch to serve a call.
 
 `ckpt.save` or `ckpt.load` serves a call if storage and planner are DCP's defaults or ours. With a
-user's planner, torch's functions plan and our storage reads or writes. With a user's storage class,
-torch's functions do all of it.
+user's planner, or a ShardedTensor in parts that no layout describes, torch's functions plan and our
+storage reads or writes. With a user's storage class, torch's functions do all of it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ckpt.errors import ArgumentError, ArgumentTypeError
 from sharding.agreement.ranks import Ranks
+from sharding.describe.sharded_tensor import has_layout, is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -76,6 +78,23 @@ def state_of(state_dict: Mapping[str, object]) -> dict[str, object]:
         key: entry.state_dict() if isinstance(entry, Stateful) else entry
         for key, entry in state_dict.items()
     }
+
+
+def have_layouts(nest: object) -> bool:
+    """Whether each ShardedTensor in a nest has a layout; equal on all ranks, as its metadata is.
+
+    torch's functions plan the parts of others, and our storage writes and reads them.
+    """
+    left, seen = [nest], set[int]()
+    while left:
+        node = left.pop()
+        if isinstance(node, torch.Tensor):
+            if is_sharded(node) and not has_layout(node):
+                return False
+        elif isinstance(node, Mapping | list | tuple) and id(node) not in seen:
+            seen.add(id(node))
+            left += node.values() if isinstance(node, Mapping) else node
+    return True
 
 
 def check_coordinator(rank: int) -> None:

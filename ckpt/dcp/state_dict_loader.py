@@ -26,6 +26,7 @@ from ckpt.dcp.arguments import (
     check_coordinator,
     check_state,
     group_of,
+    have_layouts,
     on_all_ranks,
     state_of,
     storage_of,
@@ -149,6 +150,8 @@ def _begin(
     if type(taking) is not DefaultLoadPlanner:
         return reader, None
     nests: dict[str, Any] = state_of({key: state_dict[key] for key in sorted(state_dict, key=str)})
+    if not have_layouts(nests):
+        return reader, None
     return reader, _Target(nests, _parts(nests, taking), taking.allow_partial_load)
 
 

@@ -22,6 +22,7 @@ from ckpt.dcp.arguments import (
     check_coordinator,
     check_state,
     group_of,
+    have_layouts,
     on_all_ranks,
     state_of,
     storage_of,
@@ -170,8 +171,10 @@ def _begin(
     if not isinstance(writer, CkptStorageWriter):
         return writer, None
     _ = writer.checkpoint_id  # raises if there is none
-    is_default = own is None or type(own) is DefaultSavePlanner
-    return writer, state_of(state_dict) if is_default else None
+    if own is not None and type(own) is not DefaultSavePlanner:
+        return writer, None
+    state = state_of(state_dict)
+    return writer, state if have_layouts(state) else None
 
 
 def _is_served(begun: _Begun) -> bool:

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, time, tzinfo
 from enum import Enum
-from io import BytesIO, StringIO
+from io import StringIO
 from types import ModuleType
 
 import numpy as np
@@ -42,7 +42,7 @@ _ADVICE: tuple[tuple[Callable[[object], bool], str], ...] = (
     (lambda v: isinstance(v, complex), "store complex() of it"),
     (lambda v: isinstance(v, str), "store str() of it"),
     (lambda v: isinstance(v, bytes | bytearray | memoryview), "store bytes() of it"),
-    (lambda v: isinstance(v, BytesIO | StringIO), "store its getvalue()"),
+    (lambda v: isinstance(v, StringIO), "store its getvalue()"),
     (lambda v: isinstance(v, Mapping), "store dict() of it"),
     (lambda v: isinstance(v, tuple), "store tuple() of it"),
     (lambda v: isinstance(v, list), "store list() of it"),

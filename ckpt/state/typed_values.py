@@ -2,8 +2,8 @@
 
 Rules:
 
-1. A loaded value is equal to the saved one and of the same type. Only exact types count, because a
-   subclass could have more content.
+1. A loaded value is equal to the saved one and of the same type, except for a file in memory. Only
+   exact types count, because a subclass could have more content.
 2. The table is closed: a load imports and calls nothing else that a checkpoint names.
 3. Equal values have equal parts: the members of a set are sorted by their stored form.
 """
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
+from io import BytesIO
 from types import EllipsisType
 from typing import Any, TypeGuard
 from uuid import UUID
@@ -127,8 +128,10 @@ KINDS = (
     Kind("UUID", UUID, _text, UUID),
     Kind("device", torch.device, _text, torch.device),
 )
-OF_TYPE = {kind.type: kind for kind in KINDS}
 _NAMED = {kind.name: kind for kind in KINDS}
+# A file in memory comes back as its bytes, or as a file where the target has one: `like_target`.
+_FILE = Kind("bytearray", BytesIO, lambda file: (file.getvalue(),), bytearray)
+OF_TYPE = {kind.type: kind for kind in (*KINDS, _FILE)}
 
 
 def typed(kind: Kind, parts: Sequence[Tree]) -> TypedValue:
@@ -149,11 +152,16 @@ def is_plain_array(array: np.ndarray) -> bool:
 
 
 def like_target(node: object, loaded: object) -> object:
-    """Returns a loaded value in the target's type of numpy or torch, if that type has the value."""
+    """Returns a loaded value in the target's type, if that type has the value.
+
+    The types are those of numpy and torch, and files in memory, which stand at their first byte.
+    """
     kind: Any = type(node)
     with suppress(OverflowError, TypeError, ValueError), np.errstate(over="ignore"):
         if isinstance(node, torch.Size) and isinstance(loaded, tuple):
             return torch.Size(loaded)
+        if isinstance(node, BytesIO) and isinstance(loaded, bytes | bytearray):
+            return BytesIO(loaded)
         if is_number(node) and isinstance(loaded, bool | int | float | complex):
             again = kind(loaded)
             if type(again.item()) is type(loaded) and repr(again.item()) == repr(loaded):

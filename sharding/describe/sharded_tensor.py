@@ -38,9 +38,7 @@ def describe(tensor: ShardedTensor, name: str) -> tuple[torch.Tensor, Layout]:
     Raises UnknownPlacementError for another cut than the two above, and LocalShapeError if the
     shard differs from the cut's shard of this rank.
     """
-    group = tensor._process_group
-    ranks = dist.get_process_group_ranks(group)
-    layout = _layout(tensor, ranks, name)
+    layout = _layout(tensor, name)
     rank = dist.get_rank()
     shape = layout.local_shape(rank)
     if isinstance(layout.placements[0], FlatShard):
@@ -57,8 +55,18 @@ def describe(tensor: ShardedTensor, name: str) -> tuple[torch.Tensor, Layout]:
     return local, layout
 
 
-def _layout(tensor: ShardedTensor, ranks: list[int], name: str) -> Layout:
-    """Returns the layout of a ShardedTensor in one of the two forms."""
+def has_layout(tensor: ShardedTensor) -> bool:
+    """Whether `describe` knows the cut of a ShardedTensor; equal on all ranks."""
+    try:
+        _layout(tensor, "")
+    except UnknownPlacementError:
+        return False
+    return True
+
+
+def _layout(tensor: ShardedTensor, name: str) -> Layout:
+    """Returns the layout of a ShardedTensor. Raises UnknownPlacementError as `describe` does."""
+    ranks = dist.get_process_group_ranks(tensor._process_group)
     shape = tuple(tensor.size())
     metadata = tensor.metadata().shards_metadata
     cut = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
 import threading
 import warnings
@@ -15,6 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from torch import nn
+from torch.distributed._shard import sharded_tensor as st
+from torch.distributed._shard.sharding_spec import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    ShardMetadata,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -348,3 +356,71 @@ def test_a_tensor_is_no_place_for_a_value(tmp_path: Path, save: Any) -> None:
     state: dict[str, Any] = {"w": None}
     dcp.load(state, checkpoint_id=tmp_path)
     assert torch.equal(state["w"], torch.ones(2))
+
+
+def every_cut_of_a_sharded_tensor(folder: str) -> None:
+    """Each is saved and loaded by ckpt, by torch, and into another cut than that of the save."""
+    both = ["rank:0/cpu", "rank:1/cpu"]
+    specs: dict[str, Any] = {
+        "rows": ChunkShardingSpec(dim=0, placements=both),
+        "rows in another order": ChunkShardingSpec(dim=0, placements=both[::-1]),
+        "columns": ChunkShardingSpec(dim=1, placements=both),
+        "two shards of each rank": EnumerableShardingSpec(
+            [ShardMetadata([5 * i, 0], [5, 8], both[i % 2]) for i in range(4)]
+        ),
+        "uneven rows": EnumerableShardingSpec(
+            [ShardMetadata([0, 0], [3, 8], both[0]), ShardMetadata([3, 0], [17, 8], both[1])]
+        ),
+    }
+    for name, spec in specs.items():
+        made = st.rand(spec, 20, 8)
+        for library in (torch_dcp, dcp):
+            place = os.path.join(folder, f"{library.__name__} {name}")
+            state = {"deep": {"t": made}, "n": 1}
+            if library is dcp and name == "uneven rows":
+                with pytest.raises(ckpt.CkptError, match=r"deep\.t"):  # a row of docs/dcp.md
+                    library.save(state, checkpoint_id=place)
+                continue
+            library.save(state, checkpoint_id=place)
+            again: Any = {"deep": {"t": st.zeros(spec, 20, 8)}, "n": 0}
+            library.load(again, checkpoint_id=place)
+            other: Any = {"deep": {"t": st.zeros(specs["columns"], 20, 8)}}
+            library.load(other, checkpoint_id=place)
+            pairs = zip(made.local_shards(), again["deep"]["t"].local_shards(), strict=True)
+            assert all(torch.equal(mine.tensor, found.tensor) for mine, found in pairs), name
+            assert again["n"] == 1
+            mine = whole_of(made)
+            [part] = other["deep"]["t"].local_shards()
+            at = part.metadata.shard_offsets[1]
+            assert torch.equal(part.tensor, mine[:, at : at + 4]), name
+
+
+def whole_of(tensor: Any) -> torch.Tensor:
+    """All elements of a ShardedTensor, on every rank."""
+    shards: list[Any] = [None, None]
+    parts = [(s.metadata.shard_offsets, s.tensor) for s in tensor.local_shards()]
+    dist.all_gather_object(shards, parts)
+    made = torch.full(tuple(tensor.size()), torch.nan)
+    for (row, column), part in (each for rank in shards for each in rank):
+        made[row : row + part.shape[0], column : column + part.shape[1]] = part
+    return made
+
+
+def test_sharded_tensors_of_every_cut_come_back_as_with_torch(
+    clusters: Callable[[int], Any], tmp_path: Path
+) -> None:
+    clusters(2).run(every_cut_of_a_sharded_tensor, str(tmp_path))
+
+
+@alone
+def test_a_file_in_memory_comes_back_as_with_torch(tmp_path: Path) -> None:
+    for save in (torch_dcp, dcp):
+        for load in (save, dcp):
+            place = tmp_path / f"{save.__name__} {load.__name__}"
+            file = io.BytesIO()
+            torch.save(torch.arange(3.0), file)
+            file.seek(0)
+            save.save({"app": {"file": file}}, checkpoint_id=place, no_dist=True)
+            found = {"app": {"file": io.BytesIO()}}
+            load.load(found, checkpoint_id=place, no_dist=True)
+            assert torch.equal(torch.load(found["app"]["file"]), torch.arange(3.0))
