@@ -16,11 +16,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
+from sharding.engine.batches import AllGather
 from sharding.engine.dtensors import as_dtensor, shard_in_front
 from sharding.engine.packing import ChunkPacking, FlatPacking, pack
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter, Precision
 from sharding.engine.shard_group import HybridGroups, ShardGroup
+from sharding.engine.transport import PendingAllGather
 from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError, listed
 from sharding.group_references import release_with_groups
 from sharding.policies import MixedPrecisionPolicy
@@ -104,6 +106,7 @@ class ChunkParamGroup(ParamGroup):
         super().__init__(parameters, placing.groups, precision, number)
         self.placing = placing
         self.policy = policy
+        self._arrives_rows_first = True
         self.reduced_hook: Callable[[torch.Tensor], None] | None = None
         """The user's hook for the reduced gradients, flat, with the flags behind them."""
 
@@ -189,6 +192,14 @@ class ChunkParamGroup(ParamGroup):
         dims = [parameter.dim for parameter in self.parameters]
         slots = pack(shapes, dims, max(1, ALIGN_BYTES // dtype.itemsize))
         return ChunkPacking(slots, self.groups.shard.size)
+
+    def _gather(self, batch: AllGather) -> PendingAllGather:
+        self._arrives_rows_first = self._kept is None  # a kept part is in row-major order
+        return super()._gather(batch)
+
+    def _assemble(self) -> None:
+        if self._arrives_rows_first and self.buffer is not None:
+            self.buffer.set_row_major()
 
     def _outgoing(self, dtype: torch.dtype) -> list[torch.Tensor]:
         flat, device, stored_dtype = [], self.device, self.stored_dtype

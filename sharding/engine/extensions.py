@@ -44,7 +44,7 @@ from sharding.engine.packing import ChunkPacking, chunk, pack
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter
 from sharding.engine.transport import PendingAllGather
-from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError, TorchAssertionError
+from sharding.errors import ArgumentError, MisuseError, TorchAssertionError
 from sharding.policies import MixedPrecisionPolicy
 
 PLAIN, PARTED = 1, 2
@@ -266,10 +266,7 @@ class _Extension:
         """Returns a gradient's mark, and the tensors to reduce for it."""
         if self._names and type(gradient) is type(stored(self.entry)):
             return PARTED, [getattr(gradient, name) for name in self._names]
-        if type(gradient) is not torch.Tensor:
-            plain = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-            gradient = plain.copy_(gradient)
-        return PLAIN, [gradient] * self.parts_of_gradient
+        return PLAIN, [_as_plain(gradient)] * self.parts_of_gradient
 
     def put_together(self, mark: int, tensors: list[torch.Tensor]) -> torch.Tensor:
         """Returns the shard's gradient, from this rank's parts of the reduced tensors."""
@@ -308,13 +305,8 @@ class _Extension:
                 f"Invalid fsdp_pre_all_gather: {signature} of {entry.name}; it takes (mesh) or "
                 "(mesh, outer_size, outer_stride, module, mp_policy)"
             )
-        for tensor in inputs:
-            if hasattr(tensor, "__tensor_flatten__"):
-                raise ArgumentTypeError(
-                    f"fsdp_pre_all_gather of {entry.name} returned a {type(tensor).__name__}, "
-                    "which has no memory of its own; return the plain tensors it is made of"
-                )
-        return [t if t.ndim else t.reshape(1) for t in inputs], metadata
+        plain = [_as_plain(tensor) for tensor in inputs]
+        return [t if t.ndim else t.reshape(1) for t in plain], metadata
 
     def _form(self, tensor: torch.Tensor) -> Form:
         """Returns the layout of the ranks' inputs in an output (rule 1)."""
@@ -358,6 +350,15 @@ class _Extension:
             if all(t.shape == size and t.is_floating_point() for t in tensors):
                 self._names = names
         return parameter
+
+
+def _as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor; a copy of a subclass, which decides what it copies into a plain one."""
+    if type(tensor) is torch.Tensor:
+        return tensor
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    plain.copy_(tensor)
+    return plain
 
 
 def _at_its_beginning(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,13 @@
 """The place of each parameter of a group in the unsharded buffer and in every rank's shard.
 
 The unsharded buffer holds the parameters end to end, each in one contiguous *slot*, so that a
-parameter is a view of the buffer and is never copied. A rank holds a list of *spans*, ranges of the
-unsharded buffer; end to end they are its shard. There are two divisions:
+parameter is a contiguous view of the buffer, and is not copied. A rank holds a list of *spans*,
+ranges of the unsharded buffer; end to end they are its shard. There are two divisions:
 
 - `ChunkPacking`: each parameter by torch.chunk's rule along one dimension, a span per parameter. A
-  slot's rows run along that dimension (a parameter sharded on another than its first lies
-  transposed in its slot). A parameter without dimensions cannot be divided: every rank holds it.
+  slot's rows run along that dimension (a parameter sharded on another than its first arrives
+  transposed in its slot, and is then put into row-major order by a copy). A parameter without
+  dimensions cannot be divided: every rank holds it.
 - `FlatPacking`: the whole buffer in equal parts, one span per rank, padded at the end.
 
 This module computes with integers only.
@@ -45,8 +46,8 @@ class Slot:
         return self.shape[self.dim] if self.shape else 1
 
     @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The slot's shape: the sharded dimension first."""
+    def arrived_shape(self) -> tuple[int, ...]:
+        """The slot's shape when its rows have arrived: the sharded dimension first."""
         if not self.shape:
             return (1,)
         return (self.shape[self.dim], *self.shape[: self.dim], *self.shape[self.dim + 1 :])

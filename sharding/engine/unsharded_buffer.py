@@ -94,6 +94,15 @@ class UnshardedBuffer:
             for slab in self._slabs:
                 slab.free()
 
+    def set_row_major(self) -> None:
+        """Puts slots into row-major order, which have arrived with the divided dimension first."""
+        with torch.inference_mode(False), torch.no_grad():
+            for slot in self.slots:
+                if slot.dim and slot.numel:
+                    arrived = self._slab_of(slot.at).part(slot.at, slot.at + slot.numel)
+                    rows_first = arrived.view(slot.arrived_shape)
+                    arrived.copy_(rows_first.movedim(0, slot.dim).reshape(-1))
+
     def is_over(self, tensor: torch.Tensor) -> bool:
         """Whether the buffer uses the memory of this tensor."""
         return self._slabs[0].raw.data_ptr() == tensor.data_ptr()
@@ -192,8 +201,7 @@ class _Slab:
     def view(self, slot: Slot) -> torch.Tensor:
         """Returns a slot's parameter: a separate tensor over the slab's memory."""
         begin = slot.at - self.lo
-        view = self._full[begin : begin + slot.numel].view(slot.stored_shape)
-        return (view.movedim(0, slot.dim) if slot.shape else view.view(())).data
+        return self._full[begin : begin + slot.numel].view(slot.shape).data
 
 
 def plain(index: int, view: torch.Tensor) -> torch.Tensor:

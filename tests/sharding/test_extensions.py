@@ -649,6 +649,45 @@ def test_a_pair_tied_across_units_trains_as_in_a_replica(clusters: Clusters) -> 
     clusters(2).run(tie)
 
 
+def gather_a_subclass() -> None:
+    """The first hook returns a cast of the subclass itself, which decides what is copied of it."""
+
+    def pre(self: TwoTensor, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
+        return (self.to(torch.bfloat16),), None
+
+    def post(self: TwoTensor, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        (gathered,) = outputs
+        assert type(gathered) is torch.Tensor
+        assert gathered.dtype is torch.bfloat16
+        if out is None:
+            made = gathered.to(dtype)
+            return made, (gathered, made)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(gathered)
+        return None
+
+    losses = {}
+    for name, library in libraries().items():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8, bias=False))
+        weight = model[0].weight.detach()
+        model[0].weight = nn.Parameter(TwoTensor(weight, weight.clone()))
+        library.fully_shard(model)
+        local: Any = model[0].weight._local_tensor
+        local.fsdp_pre_all_gather = pre.__get__(local)
+        local.fsdp_post_all_gather = post.__get__(local)
+        losses[name] = []
+        for seed in range(2):
+            loss = model(my_input(seed)).square().sum()
+            loss.backward()
+            losses[name].append((loss.item(), model[0].weight.grad.to_local().sum().item()))
+    assert losses["ours"] == losses["torch"]
+
+
+def test_a_hook_may_give_a_subclass_as_with_torch(clusters: Clusters) -> None:
+    clusters(2).run(gather_a_subclass)
+
+
 def change_what_is_gathered() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     libraries()["ours"].fully_shard(model)
@@ -657,9 +696,6 @@ def change_what_is_gathered() -> None:
     local: Any = model[0].weight._local_tensor
     local.fsdp_pre_all_gather = lambda mesh: ((local.double(),), None)
     with pytest.raises(RuntimeError, match=r"0\.weight returned .*float64.*bfloat16.*before"):
-        model(my_input())
-    local.fsdp_pre_all_gather = lambda mesh: ((TwoTensor(local, local),), None)
-    with pytest.raises(TypeError, match=r"0\.weight returned a TwoTensor"):
         model(my_input())
     del local.fsdp_pre_all_gather, local.fsdp_post_all_gather
     with pytest.raises(RuntimeError, match=r"0\.weight was replaced by one without"):

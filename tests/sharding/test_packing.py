@@ -39,8 +39,8 @@ def test_slots_follow_each_other_without_overlap(packing: ChunkPacking) -> None:
     for slot in packing.slots:
         assert slot.at >= end
         end = slot.at + slot.numel
-        assert prod(slot.stored_shape) == slot.numel == prod(slot.shape)
-        assert slot.rows == slot.stored_shape[0]
+        assert prod(slot.arrived_shape) == slot.numel == prod(slot.shape)
+        assert slot.rows == slot.arrived_shape[0]
     assert packing.numel == end
 
 
@@ -66,7 +66,7 @@ def test_a_span_is_what_torch_chunk_gives_of_the_parameter(packing: ChunkPacking
         if not slot.shape:
             continue
         parameter = torch.arange(slot.at, slot.at + slot.numel)
-        parameter = parameter.view(slot.stored_shape).movedim(0, slot.dim)
+        parameter = parameter.view(slot.arrived_shape).movedim(0, slot.dim)
         assert parameter.shape == slot.shape
         chunks = parameter.chunk(packing.size, slot.dim) if slot.numel else ()
         for rank in range(packing.size):
@@ -116,14 +116,16 @@ def test_leaves_are_views_of_their_slots(packing: ChunkPacking) -> None:
     cpu = torch.device("cpu")
     buffer = UnshardedBuffer(packing.slots, packing.numel, torch.float64, cpu, plain)
     buffer.raw.copy_(torch.arange(packing.numel))
-    for slot, leaf in zip(packing.slots, buffer.leaves, strict=True):
-        assert leaf.shape == slot.shape
-        assert leaf._version == 0  # what fills the buffer is not seen
-        stored = leaf.movedim(slot.dim, 0) if slot.shape else leaf
-        assert stored.flatten().tolist() == list(range(slot.at, slot.at + slot.numel))
     for rank, parts in enumerate(buffer.places(packing)):
         for part, (lo, hi) in zip(parts, packing.spans(rank), strict=True):
             assert part.tolist() == list(range(lo, hi))
+    buffer.set_row_major()
+    for slot, leaf in zip(packing.slots, buffer.leaves, strict=True):
+        assert leaf.shape == slot.shape
+        assert leaf.is_contiguous()
+        assert leaf._version == 0  # what fills the buffer is not seen
+        arrived = leaf.movedim(slot.dim, 0) if slot.shape else leaf
+        assert arrived.flatten().tolist() == list(range(slot.at, slot.at + slot.numel))
 
 
 @given(packings(), st.booleans(), st.integers(8, 400))
