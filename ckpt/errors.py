@@ -29,6 +29,7 @@ __all__ = [
     "FallbackWarning",
     "InUseError",
     "MismatchError",
+    "MismatchedLoadError",
     "NotACheckpointError",
     "PartialLoadError",
     "ProtocolError",
@@ -273,10 +274,34 @@ class DamagedLoadError(PartialLoadError, CorruptError):
     kind = "corrupt"
 
 
+class MismatchedLoadError(PartialLoadError, MismatchError):
+    """A module's own `load_state_dict` missed or refused names, after tensors were filled."""
+
+    kind = "mismatch"
+
+    def __init__(self, url: str, differences: Sequence[Difference], touched: Sequence[str]) -> None:
+        self.url = url
+        self.differences = tuple(differences)
+        self.touched = tuple(touched)
+        CkptError.__init__(self, f"{url} does not fit the target: {_listed(self.differences)}")
+
+
 class ReplacedLoadError(PartialLoadError, ReplacedError):
     """The checkpoint was replaced or deleted after a part of it was read into the target."""
 
     kind = "replaced"
+
+
+SHOWN_SKIPPED = 3
+"""The most skipped differences in a message; the attribute has all of them."""
+
+
+def _listed(differences: Sequence[Difference]) -> str:
+    """Returns the first differences as text, and how many more there are."""
+    more = len(differences) - SHOWN_SKIPPED
+    return "; ".join(map(str, differences[:SHOWN_SKIPPED])) + (
+        f"; and {more} more" if more > 0 else ""
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +358,12 @@ class SkippedWarning(Picklable, UserWarning):
         self.differences = tuple(differences)
         """All that was left out; the message shows the first ones."""
         super().__init__(message)
+
+
+def skipped_warning(where: str, skipped: Sequence[Difference]) -> SkippedWarning:
+    """Returns the warning about differences that `strict=False` leaves out."""
+    told = f"strict=False skips {len(skipped)}: {_listed(skipped)}"
+    return SkippedWarning(f"{without_secrets(where)}: {told}", skipped)
 
 
 class UnverifiedWarning(Picklable, UserWarning):

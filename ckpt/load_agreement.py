@@ -78,13 +78,13 @@ def agreed_source(
     ranks open different ones, each the newest; all of them then open that of rank 0.
     """
     opening = partial(_matched, ranks, url, state, options, stack)
-    matched, agreed = ranks.run_and_compare(MATCHING, opening, Matched.fingerprints, 5)
+    matched, agreed = ranks.run_and_compare(MATCHING, opening, Matched.fingerprints, 6)
     if agreed.same[-1] or not is_newest(url):
         return matched, agreed
     version = parse(matched.source.url).version
     version = int(ranks.broadcast(str(version).encode()))
     opening = partial(_matched, ranks, str(parse(url).at(version)), state, options, stack)
-    return ranks.run_and_compare(MATCHING, opening, Matched.fingerprints, 5)
+    return ranks.run_and_compare(MATCHING, opening, Matched.fingerprints, 6)
 
 
 class Plans(NamedTuple):
@@ -117,8 +117,8 @@ class Matched:
     """The checksums to compare if all ranks divide them alike."""
     by_host: bool
 
-    def fingerprints(self) -> tuple[int, int, int, int, int]:
-        """Returns those of the names, the selection, the plans' presence, the share and the source.
+    def fingerprints(self) -> tuple[int, int, int, int, int, int]:
+        """Returns those of the match, the plans' presence, the share and the source.
 
         The source is the checkpoint, or the save that made it.
         """
@@ -154,7 +154,8 @@ def _matched(
     if options.changes.mappings:
         source = replace(source, catalog=options.changes.applied(source).catalog)
     saved = Saved(source.catalog, options.rename)
-    found = match(saved, state, options.selection, ranks.mesh, options.casting)
+    strict = options.strict and not options.forgiven
+    found = match(saved, state, options.selection, ranks.mesh, options.casting, strict)
     if options.forgiven:
         counted = [each for each in found.differences if each.problem not in options.forgiven]
         unexpected = [] if "unexpected" in options.forgiven else found.unexpected
@@ -204,7 +205,7 @@ def agreed_plans(
 
     All ranks call this. Communicates unless all ranks have planned already.
     """
-    same_unexpected, same_idle, all_planned, _, same_source = agreed.same
+    same_unexpected, same_idle, same_others, all_planned, _, same_source = agreed.same
     url = matched.source.url
     if not same_source:
         raise StoreError(
@@ -214,7 +215,8 @@ def agreed_plans(
     if matched.plans is not None and all_planned:  # so no rank has found a difference
         return matched.plans, matched.budget
     found = differences(ranks, matched.match, same_unexpected, same_idle)
-    check = partial(check_fits, url, found, options.strict, ranks.rank == 0, stacklevel=TO_USER)
+    warns = ranks.rank == 0 or not same_others
+    check = partial(check_fits, url, found, options.strict, warns, stacklevel=TO_USER)
     checking = partial(_checked_plans, matched, ranks, check)
     plans, told = ranks.run_and_compare(
         PLANNING, partial(checking, matched.exchanges), Plans.fingerprints, 1, matched.budget

@@ -207,15 +207,17 @@ def load(
 
         def matching() -> tuple[Saved, Match]:
             saved = Saved(catalog_of(held.whole), rename)
-            return saved, match(saved, target, selection, ranks.mesh, allowed)
+            return saved, match(saved, target, selection, ranks.mesh, allowed, strict)
 
         (saved, matched), agreed = ranks.run_and_compare(
-            "matching the state with the target", matching, lambda found: fingerprints(found[1]), 2
+            "matching the state with the target", matching, lambda found: fingerprints(found[1]), 3
         )
-        found = differences(ranks, matched, *agreed.same)
+        *same, same_others = agreed.same
+        found = differences(ranks, matched, *same)
+        warns = ranks.rank == 0 or not same_others
         ranks.run_on_all(
             "comparing the state with the target",
-            lambda: check_fits(SOURCE, found, strict, warns=ranks.rank == 0),
+            lambda: check_fits(SOURCE, found, strict, warns=warns),
         )
         run = LoadRun(matched.targets, group, allowed)
         shared = beside(matched.shared, matched.targets)

@@ -9,15 +9,11 @@ from warnings import warn
 
 import xxhash
 
-from ckpt.errors import NOT_STRICT, Difference, MismatchError, SkippedWarning
+from ckpt.errors import NOT_STRICT, Difference, MismatchError, skipped_warning
 from ckpt.match.match_builder import Match
 from ckpt.match.overlaps import Placed, conflict
 from ckpt.match.selection import Claim
 from sharding.agreement.ranks import HASH_BITS, Ranks
-from sharding.url_secrets import without_secrets
-
-SHOWN = 3
-"""The most skipped differences in a warning, which has all of them."""
 
 
 class Fingerprints(NamedTuple):
@@ -27,11 +23,18 @@ class Fingerprints(NamedTuple):
     """The hash of the checkpoint's names that this rank's target lacks."""
     idle: int
     """The hash of the patterns that choose no name on this rank."""
+    differing: int
+    """The hash of the names of all other differences on this rank."""
 
 
 def fingerprints(matched: Match) -> Fingerprints:
     """Returns the hashes of this rank's match."""
-    return Fingerprints(_hash("\n".join(matched.unexpected).encode()), _hash(_dump(matched.idle)))
+    names = "\n".join(each.name for each in matched.differences)
+    return Fingerprints(
+        _hash("\n".join(matched.unexpected).encode()),
+        _hash(_dump(matched.idle)),
+        _hash(names.encode(errors="surrogatepass")),
+    )
 
 
 def differences(
@@ -96,10 +99,7 @@ def check_fits(
         skipped = [d for d in found if d.problem in NOT_STRICT]
         found = [d for d in found if d not in skipped]
         if skipped and warns:
-            more = f"; and {len(skipped) - SHOWN} more" if len(skipped) > SHOWN else ""
-            told = f"skips {len(skipped)}: {'; '.join(map(str, skipped[:SHOWN]))}{more}"
-            message = f"{without_secrets(url)}: strict=False {told}"
-            warn(SkippedWarning(message, skipped), stacklevel=stacklevel)
+            warn(skipped_warning(url, skipped), stacklevel=stacklevel)
     if found:
         raise MismatchError(url, found)
 

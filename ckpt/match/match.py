@@ -7,14 +7,17 @@ tensor becomes a `LoadItem`, a value becomes part of `Match.install`, and a mism
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from warnings import warn
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
 import sharding
+from ckpt.errors import Difference, DifferenceKind, MismatchError, skipped_warning
 from ckpt.match.casting import Casting, dtype_problem
 from ckpt.match.match_builder import NOT_SAVED, Installer, Match, MatchBuilder
 from ckpt.match.match_optimizer import match_optimizer
@@ -41,6 +44,7 @@ from ckpt.state.typed_values import is_plain_array, like_target
 from formats.catalog import TensorRef, join
 from formats.native.tree import ROOT
 from sharding.describe.describing import (
+    CleanNames,
     TensorLike,
     describe_module,
     load_rest,
@@ -48,11 +52,18 @@ from sharding.describe.describing import (
     state_dict_keys,
 )
 from sharding.describe.local_part import LocalPart
+from sharding.describe.members import NamedParameter
 from sharding.describe.sharded_tensor import is_sharded
 from sharding.layout import Mesh
 
 EXTRA_STATE = "_extra_state"
 """The last part of the name under which a module stores the result of `get_extra_state`."""
+LAZY = (UninitializedParameter, UninitializedBuffer)
+LEFT_OPEN = "is wanted by the module's load_state_dict() and was not given to it"
+NOT_TAKEN = (
+    "is in the module's own state_dict() or in the checkpoint, and its load_state_dict() does not "
+    "take it"
+)
 
 
 def match(
@@ -61,10 +72,13 @@ def match(
     selection: Selection,
     world: Mesh,
     casting: Casting | None = None,
+    strict: bool = True,
 ) -> Match:
     """Matches a target with a checkpoint. Changes neither and does not communicate.
 
-    `world` has all ranks along one axis. `casting` allows other dtypes.
+    `world` has all ranks along one axis. `casting` allows other dtypes. `strict` tells whether the
+    result's `install` refuses names that a module's own `load_state_dict` misses or does not take;
+    otherwise it warns.
 
     Raises:
         ShardingError: a tensor of the target cannot be described.
@@ -74,8 +88,9 @@ def match(
     parameters = parameter_names(state)
     saved = named_by_position(saved, state, parameters)
     builder = MatchBuilder(saved, selection, world, casting is not None)
-    matcher = _Matcher(builder, casting, parameters)
+    matcher = _Matcher(builder, casting, parameters, strict)
     install = matcher.walk(state, "")
+    matcher.match_optimizers()
     matcher.forgive_ties()
     shared = shared_memory(builder.items, builder.ties, builder.targets, matcher.copied)
     builder.differences += shared.refused
@@ -101,11 +116,20 @@ def match(
 
 class _Matcher:
     def __init__(
-        self, builder: MatchBuilder, casting: Casting | None, parameters: ParameterNames
+        self,
+        builder: MatchBuilder,
+        casting: Casting | None,
+        parameters: ParameterNames,
+        strict: bool,
     ) -> None:
         self._builder = builder
         self._casting = casting
         self._parameters = parameters
+        self._strict = strict
+        self._optimizers: dict[str, Optimizer] = {}
+        """The optimizers by path: they are matched last, as skipped weights skip their state."""
+        self._steps: dict[str, Installer] = {}
+        """The installers of the optimizers."""
         self.copied: dict[int, np.ndarray] = {}
         """Arrays that torch cannot share, by the number of the target that is copied into each."""
         self._copies: dict[object, torch.Tensor] = {}
@@ -132,7 +156,8 @@ class _Matcher:
             return self._mapping(node, path)
         self.installs = True
         if isinstance(node, Optimizer):
-            return match_optimizer(self._builder, node, self._parameters.of(node), path)
+            self._optimizers[path] = node
+            return lambda: self._steps[path]()
         if isinstance(node, Mapping) and node:
             return self._mapping(node, path)
         if isinstance(node, PerRank):
@@ -140,6 +165,49 @@ class _Matcher:
         if isinstance(node, Stateful) and not isinstance(node, type | Mapping):
             return match_stateful(self._builder, self._tensor, node, path)
         return self._value(node, path)
+
+    def match_optimizers(self) -> None:
+        """Matches all optimizers of the target."""
+        for path, optimizer in self._optimizers.items():
+            named = self._parameters.of(optimizer)
+            for each in named:
+                self._leave_out(each, path)
+            self._steps[path] = match_optimizer(self._builder, optimizer, named, path)
+
+    def _leave_out(self, named: NamedParameter, path: str) -> None:
+        """Leaves out the state of parameters whose weights do not fit, each with a difference.
+
+        The saved moments of a weight of another shape have that shape, and those of another weight
+        are of no use.
+        """
+        known = self._parameters.found.get(id(named.parameter))
+        if known is None or isinstance(named.parameter, LAZY):
+            return
+        shapes = [part.layout.shape for part in named.slices] or [tuple(named.parameter.shape)]
+        for name, inside, shape in zip(named.names, known[1].names, shapes, strict=True):
+            unfit = self._unfit_weight(join(known[0], inside), shape)
+            where = join(join(path, "state"), name)
+            below = self._builder.saved.under(where) if unfit else []
+            if unfit and below:
+                self._builder.left_out.add(where)
+                self._builder.used.update(below)
+                for entry in below:
+                    if entry in self._builder.selection:
+                        self._builder.differ(entry, *unfit)
+
+    def _unfit_weight(
+        self, weight: str, shape: tuple[int, ...]
+    ) -> tuple[DifferenceKind, str] | None:
+        """Returns the difference of the state of a weight that is not loaded for it."""
+        saved = self._builder.saved.leaves.get(weight)
+        if isinstance(saved, TensorRef):
+            record = self._builder.saved.catalog.tensors[saved.name]
+            if record.shape != shape:
+                there = f"has shape {record.shape} in the checkpoint and {shape} in the target"
+                return "shape", f"is state of {weight}, which {there}"
+        if weight in self._lacking and self._lacking[weight] not in self._filled:
+            return "missing", f"is state of {weight}, which is not in the checkpoint"
+        return None
 
     def forgive_ties(self) -> None:
         """Adds a difference for each missing name, unless another name fills the same tensor."""
@@ -155,7 +223,7 @@ class _Matcher:
         tensor = given if part is None else part
         self._keep.append(tensor)
         unfit = _unfit(given)
-        key = id(tensor) if unfit else identity(tensor)
+        key = id(given) if unfit else identity(tensor)
         saved = self._builder.saved.leaves.get(name, MISSING)
         if isinstance(saved, Missing):
             self._lacking[name] = key
@@ -167,7 +235,9 @@ class _Matcher:
             )
             return
         record = self._builder.saved.catalog.tensors[saved.name]
-        if record.shape != tuple(tensor.shape):
+        if unfit is not None and (isinstance(given, LAZY) or getattr(given, "is_nested", False)):
+            self._builder.differ(name, "structure", unfit)  # it has no shape
+        elif record.shape != tuple(tensor.shape):
             self._builder.differ(
                 name,
                 "shape",
@@ -220,33 +290,113 @@ class _Matcher:
         return install
 
     def _module(self, module: nn.Module, path: str) -> Installer:
-        own = {identity(t) for t in _tensors_of(module)}
+        own = {identity(t) for t in (*module.parameters(), *module.buffers())}
         with call_of("state_dict", path):
-            entries = describe_module(module)
+            entries: Mapping[str, object] = describe_module(module)
+        is_customised = _customised(module)
+        known = entries if is_customised else self._loadable(module, entries, path)
+        clean = CleanNames(module)
+        resizing = set(_resizing(module, clean)) if is_customised else set()
         if self._builder.saved.leaves.get(path) == {}:
             self._builder.used.add(path)  # of a module without entries
         aliases_only = True
         steps: dict[str, Installer] = {}
-        for key, value in entries.items():
+        for key, value in known.items():
             if key.rpartition(".")[2] == EXTRA_STATE:
                 steps[key] = self._builder.anything(value, join(path, key))
+            elif isinstance(value, torch.Tensor) and (
+                isinstance(value, LAZY) or key.removesuffix(key.rpartition(".")[2]) in resizing
+            ):
+                if (step := self._resized(value, join(path, key))) is not None:
+                    steps[key] = step
             else:
                 steps[key] = self.walk(value, join(path, key))
             is_tensor = isinstance(value, torch.Tensor) and identity(value) in own
             aliases_only &= is_tensor or isinstance(value, LocalPart)
         # the reads fill the parameters and buffers themselves
-        if (aliases_only and not _customised(module)) or not self._builder.chooses(path):
+        if (aliases_only and not is_customised) or not self._builder.chooses(path):
             return lambda: module
         self.installs = True
         original = state_dict_keys(module)
+        omitted = entries.keys() - steps.keys()
 
         def install() -> object:
-            loaded = {original.get(key, key): step() for key, step in steps.items()}
+            loaded = {original[key]: step() for key, step in steps.items() if key in original}
             with call_of("load_state_dict", path):
-                load_rest(module, loaded)
+                missing, unexpected = load_rest(module, loaded, self._strict)
+            if is_customised:
+                names = {key: name for name, key in original.items()}
+                lacking = [name for key in missing if (name := names.get(key, key)) not in omitted]
+                refused = [names.get(key, key) for key in unexpected]
+                self._refuse(
+                    [
+                        *(Difference(join(path, n), "missing", LEFT_OPEN) for n in lacking),
+                        *(Difference(join(path, n), "unexpected", NOT_TAKEN) for n in refused),
+                    ]
+                )
             return module
 
         return install
+
+    def _refuse(self, found: list[Difference]) -> None:
+        """Raises an error of differences that a module's `load_state_dict` found, or warns."""
+        if found and self._strict:
+            raise MismatchError("the checkpoint", found)
+        if found:
+            warn(skipped_warning("the checkpoint", found), stacklevel=2)
+
+    def _loadable(
+        self, module: nn.Module, entries: Mapping[str, object], path: str
+    ) -> Mapping[str, object]:
+        """Returns the entries that `load_state_dict` takes, by torch's rules.
+
+        Adds a difference for each entry that none of the modules takes. An entry that
+        `load_state_dict` wants and the module's own `state_dict` lacks is added, and must be in
+        the checkpoint. A module with its own way of loading keeps its entries.
+        """
+        taken = dict(_taken(module))
+        found: dict[str, object] = {}
+        for name, value in entries.items():
+            if name in taken or isinstance(value, LocalPart):
+                found[name] = value
+            else:
+                self._differ_in_module(join(path, name), "unexpected", NOT_TAKEN)
+        if any(isinstance(value, LocalPart) for value in found.values()):
+            return found  # a flat parameter has other names
+        for name, tensor in taken.items():
+            if name not in found:
+                if tensor is not None and join(path, name) in self._builder.saved.leaves:
+                    found[name] = tensor
+                else:
+                    self._differ_in_module(join(path, name), "missing", LEFT_OPEN)
+        return found
+
+    def _differ_in_module(self, name: str, problem: DifferenceKind, detail: str) -> None:
+        self._builder.owns(name)
+        self._builder.used.update(self._builder.saved.under(name))
+        if self._builder.chooses(name):
+            self._builder.differ(name, problem, detail)
+
+    def _resized(self, given: torch.Tensor, name: str) -> Installer | None:
+        """Matches a tensor that gets the saved shape in its module's `load_state_dict`.
+
+        Returns None for a lazy tensor that is not loaded.
+        """
+        saved = self._builder.saved.leaves.get(name, MISSING)
+        is_lazy = isinstance(given, LAZY)
+        if name not in self._builder.selection or not isinstance(saved, TensorRef):
+            self._tensor(given, name)
+            return None if is_lazy else lambda: given
+        record = self._builder.saved.catalog.tensors[saved.name]
+        if not is_lazy and tuple(given.shape) == record.shape:
+            self._tensor(given, name)
+            return lambda: given
+        self._builder.owns(name)
+        self._builder.used.add(name)
+        if (lossy := dtype_problem(record.dtype, given.dtype, self._casting)) is not None:
+            self._builder.differ(name, "dtype", lossy)
+            return None
+        return self._builder.whole(saved, name)
 
     def _mapping(self, node: Mapping[object, object], path: str) -> Installer:
         items = by_parameters(node)
@@ -328,25 +478,47 @@ def _unfit(given: TensorLike) -> str | None:
     found = kind_problem(given)
     if found is None and not is_sharded(given):
         found = memory_problem(getattr(given, "_local_tensor", given))
-    return found
-
-
-def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(), *module.buffers()]
+    return None if found is None else f"the target cannot be filled; {found}"
 
 
 def _customised(module: nn.Module) -> bool:
     """Whether loading does more than copy: a user's hook or an overridden method runs.
 
     The hooks of torch.distributed and of our runtime do not count. They put shards into the
-    parameters that the state dict already refers to.
+    parameters that the state dict already refers to. Nor do the methods of torch's own layers:
+    they add entries that old state dicts lack.
     """
     return any(
         type(part).load_state_dict is not nn.Module.load_state_dict
+        or not _is_of_torch(part._load_from_state_dict)
         or not all(map(_is_of_runtime, part._load_state_dict_pre_hooks.values()))
         or not all(map(_is_of_runtime, part._load_state_dict_post_hooks.values()))
         for part in module.modules()
     )
+
+
+def _is_of_torch(method: object) -> bool:
+    function = getattr(method, "__func__", None)
+    return str(getattr(function, "__module__", "")).startswith("torch.nn.modules.")
+
+
+def _resizing(module: nn.Module, clean: CleanNames) -> Iterator[str]:
+    """Yields the prefixes of torch's observers, whose loads give buffers the saved shape."""
+    for path, part in module.named_modules(remove_duplicate=False):
+        if str(type(part)._load_from_state_dict.__module__).startswith("torch.ao.quantization."):
+            yield clean.prefix(path)
+
+
+def _taken(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Yields the names that torch's `load_state_dict` wants; None for an extra state."""
+    clean = CleanNames(module)
+    for path, part in module.named_modules(remove_duplicate=False):
+        prefix = clean.prefix(path)
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is not None and name not in part._non_persistent_buffers_set:
+                yield prefix + name, tensor
+        if type(part).set_extra_state is not nn.Module.set_extra_state:
+            yield prefix + EXTRA_STATE, None
 
 
 def _is_of_runtime(hook: object) -> bool:

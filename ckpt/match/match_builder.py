@@ -88,6 +88,8 @@ class MatchBuilder:
     """Items for one tensor of the target under two names: only the first is filled."""
     used: set[str] = field(default_factory=set)
     """The checkpoint's names that have a target or need none."""
+    left_out: set[str] = field(default_factory=set)
+    """Names of optimizer state of parameters whose weights do not fit: it is not loaded."""
     own_names: list[str] = field(default_factory=list)
     """The target's names that patterns may match; empty if the selection includes all names."""
     _dtypes: dict[DType, torch.dtype] = field(default_factory=dict)

@@ -189,8 +189,9 @@ class _OptimizerMatch:
         tensors = self.builder.saved.catalog.tensors
         shapes = [part.layout.shape for part in named.slices] or [tuple(named.parameter.shape)]
         for name, shape in zip(named.names, shapes, strict=True):
-            saved = self.builder.saved.node(join(join(self.path, "state"), name))
-            if not isinstance(saved, dict):
+            where = join(join(self.path, "state"), name)
+            saved = self.builder.saved.node(where)
+            if not isinstance(saved, dict) or where in self.builder.left_out:
                 continue
             placed = [
                 key
@@ -210,6 +211,8 @@ class _OptimizerMatch:
         where = join(state, name)
         mine = held.get(name, {}) if isinstance(held, dict) else {}
         below = self.builder.saved.under(where)
+        if where in self.builder.left_out:
+            return lambda: mine
         if below and not any(entry in self.builder.selection for entry in below):
             return lambda: mine
         saved = self.builder.saved.node(where)

@@ -42,7 +42,8 @@ def match_slices(
     for name, part in zip(named.names, named.slices, strict=True):
         where = join(path, name)
         below = builder.saved.under(where)
-        if below and not any(entry in builder.selection for entry in below):
+        is_chosen = not below or any(entry in builder.selection for entry in below)
+        if where in builder.left_out or not is_chosen:
             left_out = True
             continue
         saved = builder.saved.node(where)

@@ -241,19 +241,23 @@ def identity(tensor: TensorLike) -> object:
     """Returns a value that is equal for tied tensors: one object, or one view of the same memory.
 
     All ranks must see the same ties, and an empty shard has no memory to compare. DTensors and
-    ShardedTensors are therefore tied only as one object, and parts by their flat parameter.
+    ShardedTensors are therefore tied only as one object, and parts by their flat parameter. So are
+    tensors without memory of their own: sparse ones, wrappers of other tensors, lazy ones.
     """
     if isinstance(tensor, LocalPart):
         return id(tensor) if tensor.key is None else tensor.key
-    if not has_address(tensor):
+    try:
+        if not has_address(tensor):
+            return id(tensor)
+        return (
+            tensor.untyped_storage().data_ptr(),
+            tensor.storage_offset(),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+    except (RuntimeError, ValueError):  # torch's, for a tensor without memory of its own
         return id(tensor)
-    return (
-        tensor.untyped_storage().data_ptr(),
-        tensor.storage_offset(),
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-        tensor.device,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )

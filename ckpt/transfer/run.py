@@ -24,6 +24,8 @@ import torch
 
 from ckpt.errors import (
     DamagedLoadError,
+    MismatchedLoadError,
+    MismatchError,
     PartialLoadError,
     RankError,
     ReplacedError,
@@ -59,6 +61,7 @@ def half_loaded(touched: Iterable[str], reads: bool = True) -> Iterator[None]:
     Raises:
         DamagedLoadError: bytes of the checkpoint are missing or changed.
         ReplacedLoadError: the checkpoint was replaced meanwhile.
+        MismatchedLoadError: a module misses or refuses names.
         PartialLoadError: any other failure.
     """
     try:
@@ -69,6 +72,8 @@ def half_loaded(touched: Iterable[str], reads: bool = True) -> Iterator[None]:
             raise DamagedLoadError(str(error), names) from error
         if reads and isinstance(error, ReplacedError):
             raise ReplacedLoadError(str(error), names) from error
+        if isinstance(error, MismatchError):
+            raise MismatchedLoadError(error.url, error.differences, names) from error
         raise PartialLoadError(f"{type(error).__name__}: {said(error)}", names) from error
 
 

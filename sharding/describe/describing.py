@@ -145,11 +145,21 @@ def is_divided(parameter: torch.Tensor) -> bool:
     return ours is not None and (ours.is_flat(parameter) or ours.part_of(parameter) is not None)
 
 
-def load_rest(module: nn.Module, state: Mapping[str, object]) -> None:
-    """Calls the module's `load_state_dict` with all values but the `LocalPart`s, filled before."""
+def load_rest(
+    module: nn.Module, state: Mapping[str, object], strict: bool = False
+) -> tuple[list[str], list[str]]:
+    """Calls the module's `load_state_dict` with all values but the `LocalPart`s, filled before.
+
+    Returns the missing and the unexpected keys: those that the method returns. Only a module with a
+    method of its own sees `strict`. None are missing beside `LocalPart`s, which have other keys.
+    """
     rest = {name: value for name, value in state.items() if not isinstance(value, LocalPart)}
+    is_torchs = type(module).load_state_dict is nn.Module.load_state_dict
+    has_parts = len(rest) < len(state)
     with _local_state_dicts(module, torch_fsdp.is_in(module)):
-        module.load_state_dict(rest, strict=False)
+        result = module.load_state_dict(rest, strict=strict and not is_torchs and not has_parts)
+    missing = [] if has_parts else [*getattr(result, "missing_keys", ())]
+    return missing, [*getattr(result, "unexpected_keys", ())]
 
 
 def state_dict_keys(module: nn.Module) -> dict[str, str]:

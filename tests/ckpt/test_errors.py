@@ -71,6 +71,7 @@ ARGUMENTS: Mapping[str, tuple[object, ...]] = {
     "ForeignFileError": ("a.h5", "an HDF5 file", "convert it with h5py"),
     "GoneError": ("runs/step-1/a.safetensors",),
     "MismatchError": ("runs/step-1", [ckpt.Difference("w", "missing", "the target wants it")]),
+    "MismatchedLoadError": ("runs/step-1", [ckpt.Difference("w", "missing", "is wanted")], ["w"]),
     "PartialLoadError": ("OSError: no space", []),
     "RankError": ("loading", 1, "OSError", "ftp://me:secret@host/run: gone"),
     "ReplacedLoadError": ("runs/step-1 was replaced", ["w"]),

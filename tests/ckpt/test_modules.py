@@ -5,6 +5,7 @@ The oracle is torch: `state_dict()` and `load_state_dict()` of the module itself
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import parametrizations
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ckpt
 import sharding
@@ -250,3 +252,421 @@ def test_a_module_has_the_names_and_tensors_of_its_state_dict(tmp_path: Path, ki
     assert all(map(torch.equal, found.values(), before.values()))
     ckpt.load(tmp_path / "a", {"m": target})
     same(saved, target)
+
+
+Hook = Callable[[nn.Module, dict[str, Any], str, dict[str, Any]], None]
+
+
+def adds(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    state[f"{prefix}extra"] = torch.ones(2)
+
+
+def adds_value(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    state[f"{prefix}extra"] = 3
+
+
+def drops(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    del state[f"{prefix}bias"]
+
+
+def hooked(hook: Hook) -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.register_state_dict_post_hook(hook)
+    return module
+
+
+def forgiving() -> nn.Module:
+    """A layer whose state dict lacks its bias, and whose hook forgives that."""
+    module = hooked(drops)
+    module.register_load_state_dict_post_hook(lambda module, keys: keys.missing_keys.clear())
+    return module
+
+
+class SavesMore(nn.Linear):
+    """A layer that saves a tensor which is no buffer, and does not take it back."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.scale = torch.rand(3)
+
+    def _save_to_state_dict(self, state: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(state, prefix, keep_vars)
+        state[f"{prefix}scale"] = self.scale
+
+
+class TakesMore(SavesMore):
+    """The layer that takes it back, too."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *more: Any) -> None:
+        self.scale = state.pop(f"{prefix}scale").clone()
+        super()._load_from_state_dict(state, prefix, *more)
+
+
+class Counting(nn.Linear):
+    """A layer that counts its loads."""
+
+    loads = 0
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        self.loads += 1
+        super()._load_from_state_dict(*arguments)
+
+
+class Transposed(nn.Linear):
+    """A layer that saves its weight in the other order."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 3)
+
+    def _save_to_state_dict(self, state: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(state, prefix, keep_vars)
+        state[f"{prefix}weight"] = self.weight.t().contiguous()
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *more: Any) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].t()
+        super()._load_from_state_dict(state, prefix, *more)
+
+
+class Refusing(nn.Linear):
+    """A layer whose load reports a name: in `missing_keys`, `unexpected_keys` or `error_msgs`."""
+
+    def __init__(self, at: int, name: str) -> None:
+        super().__init__(2, 2)
+        self.at, self.name = at, name
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *more: Any) -> None:
+        super()._load_from_state_dict(state, prefix, *more)
+        more[self.at].append(prefix + self.name)
+
+
+class Filtered(nn.Linear):
+    """A layer whose own state dict lacks the bias."""
+
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        state = super().state_dict(*arguments, **options)
+        return {key: value for key, value in state.items() if key != "bias"}
+
+
+class Completed(Filtered):
+    """The layer, whose own load forgives that."""
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict({**state, "bias": self.bias}, strict, assign)
+
+
+class GetsExtra(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"a": 1}
+
+
+class SetsExtra(nn.Linear):
+    def set_extra_state(self, state: object) -> None:
+        pass
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.LazyConv1d(2, 1))
+
+
+def run_before() -> nn.Module:
+    """The modules that `lazy` becomes."""
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Conv1d(3, 2, 1))
+
+
+def observer(runs: bool) -> nn.Module:
+    found = torch.ao.quantization.PerChannelMinMaxObserver()
+    if runs:
+        found(torch.rand(3, 2))
+    return found
+
+
+def trained_for_quantisation(runs: bool) -> nn.Module:
+    module = nn.Sequential(nn.Linear(2, 2))
+    module.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+    torch.ao.quantization.prepare_qat(module.train(), inplace=True)
+    if runs:
+        module(torch.rand(4, 2))
+    return module
+
+
+def linear() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+LOADS: dict[str, tuple[Make, Make]] = {
+    "a hook that drops, all is there": (linear, lambda: hooked(drops)),
+    "a hook that forgives": (forgiving, forgiving),
+    "a tensor of its own": (TakesMore, TakesMore),
+    "another order": (Transposed, Transposed),
+    "a count of loads": (lambda: Counting(2, 2), lambda: Counting(2, 2)),
+    "its own state dict and load": (lambda: Completed(2, 2), lambda: Completed(2, 2)),
+    "lazy layers": (run_before, lazy),
+    "lazy layers in a wrapper": (
+        lambda: nn.DataParallel(run_before()),
+        lambda: nn.DataParallel(lazy()),
+    ),
+    "an observer that has run": (lambda: observer(True), lambda: observer(False)),
+    "training for quantisation": (
+        lambda: trained_for_quantisation(True),
+        lambda: trained_for_quantisation(False),
+    ),
+    "a script": (linear, lambda: torch.jit.script(linear())),
+}
+"""A saved module and a target that torch's `load_state_dict` fills."""
+REFUSED: dict[str, tuple[Make, str, bool]] = {
+    "a tensor of a hook": (lambda: hooked(adds), "m.extra", True),
+    "a value of a hook": (lambda: hooked(adds_value), "m.extra", True),
+    "a hook that drops": (lambda: hooked(drops), "m.bias", True),
+    "a tensor that is only saved": (SavesMore, "m.scale", True),
+    "its own state dict": (lambda: Filtered(2, 2), "m.bias", True),
+    "an extra state that is only saved": (lambda: GetsExtra(2, 2), "m._extra_state", True),
+    "an extra state that is only loaded": (lambda: SetsExtra(2, 2), "m._extra_state", True),
+    "a key that its own load refuses": (lambda: Refusing(3, "bias"), "m.bias", False),
+    "a key that its own load misses": (lambda: Refusing(2, "table"), "m.table", False),
+}
+"""Modules that torch's strict `load_state_dict` refuses, the name, and whether it shows early."""
+
+
+@pytest.mark.filterwarnings("ignore:(Lazy modules|.*uant|must run observer)")
+@pytest.mark.parametrize("memory", [False, True])
+@pytest.mark.parametrize("kind", list(LOADS))
+def test_a_module_is_filled_as_by_its_own_load_state_dict(
+    tmp_path: Path, kind: str, memory: bool
+) -> None:
+    torch.manual_seed(0)
+    (make, make_target) = LOADS[kind]
+    saved, target, expected = make(), make_target(), make_target()
+    expected.load_state_dict(saved.state_dict())
+    if memory:
+        ckpt.state_dict.load({"m": saved}, {"m": target})
+    else:
+        ckpt.save(tmp_path / "a", {"m": saved})
+        ckpt.load(tmp_path / "a", {"m": target})
+    same(target, expected)
+    assert getattr(target, "loads", 1) == 1
+
+
+@pytest.mark.parametrize("kind", list(REFUSED))
+def test_a_name_that_torch_misses_or_refuses_is_a_mismatch(tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(0)
+    make, name, is_early = REFUSED[kind]
+    saved, target = make(), make()
+    with pytest.raises(RuntimeError, match=name.removeprefix("m.")):
+        make().load_state_dict(saved.state_dict())
+    ckpt.save(tmp_path / "a", {"m": saved})
+    before = [parameter.clone() for parameter in target.parameters()]
+    for load in (
+        lambda: ckpt.load(tmp_path / "a", {"m": target}),
+        lambda: ckpt.state_dict.load({"m": saved}, {"m": target}),
+    ):
+        with pytest.raises(ckpt.MismatchError, match=name) as raised:
+            load()
+        assert [one.name for one in raised.value.differences] == [name]
+        assert isinstance(raised.value, ckpt.PartialLoadError) != is_early
+    assert all(map(torch.equal, target.parameters(), before)) == is_early
+    with pytest.warns(ckpt.SkippedWarning) as warned:
+        ckpt.load(tmp_path / "a", {"m": target}, strict=False)
+    assert [one.name for w in warned for one in w.message.differences] == [name]
+    assert torch.equal(target.weight, saved.weight)
+
+
+def test_an_error_of_a_modules_own_load_is_raised(tmp_path: Path) -> None:
+    saved, target = Refusing(4, "bad weather"), Refusing(4, "bad weather")
+    ckpt.save(tmp_path / "a", {"m": saved})
+    for strict in (True, False):
+        with pytest.raises(ckpt.PartialLoadError, match=r"bad weather.*of m\)"):
+            ckpt.load(tmp_path / "a", {"m": target}, strict=strict)
+
+
+def with_buffer(tensor: torch.Tensor) -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.register_buffer("b", tensor)
+    return module
+
+
+def wrapping() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(TwoTensor(torch.zeros(2, 2), torch.zeros(2, 2)))
+    return module
+
+
+UNFIT: dict[str, tuple[Make, str]] = {
+    "a wrapper of tensors": (wrapping, r"m\.weight: .*TwoTensor wraps other tensors"),
+    "sparse": (lambda: with_buffer(torch.eye(2).to_sparse()), r"m\.b: .*sparse_coo"),
+    "sparse rows": (lambda: with_buffer(torch.eye(2).to_sparse_csr()), r"m\.b: .*sparse_csr"),
+    "nested": (
+        lambda: with_buffer(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+        r"m\.b: .*nested tensor",
+    ),
+    "quantised": (
+        lambda: with_buffer(torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8)),
+        r"m\.b: .*qint8",
+    ),
+    "meta": (lambda: with_buffer(torch.empty(2, 2, device="meta")), r"m\.b: .*meta device"),
+    "expanded": (lambda: with_buffer(torch.zeros(2).expand(2, 2)), r"m\.b: .*one address"),
+    "functional": (
+        lambda: with_buffer(torch._to_functional_tensor(torch.zeros(2, 2))),
+        r"m\.b: .*functional tensor",
+    ),
+    "lazy, of another dtype": (lambda: nn.LazyLinear(2).double(), r"m\.weight: .*float64"),
+}
+"""Targets that no load fills, and the error."""
+
+
+@pytest.mark.filterwarnings("ignore:(Lazy modules|Sparse CSR|The PyTorch API of nested|.*uant)")
+@pytest.mark.parametrize("kind", list(UNFIT))
+def test_a_target_that_cannot_be_filled_is_a_difference_with_its_name(
+    tmp_path: Path, kind: str
+) -> None:
+    make, words = UNFIT[kind]
+    target = make()
+    has_buffer = "b" in dict(target.named_buffers())
+    saved = with_buffer(torch.rand(2, 2)) if has_buffer else nn.Linear(2, 2)
+    loose = torch.zeros(2)
+    state, into = {"first": torch.ones(2), "m": saved}, {"first": loose, "m": target}
+    with ckpt.Checkpointer(tmp_path / "run", every_steps=1) as run:
+        run.save(1, state)
+    with ckpt.Checkpointer(tmp_path / "run", every_steps=1) as run:
+        for load in (
+            lambda: ckpt.load(ckpt.latest(tmp_path / "run"), into),
+            lambda: ckpt.state_dict.load(state, into),
+            lambda: run.restore(into),
+        ):
+            with pytest.raises(ckpt.MismatchError, match=words):
+                load()
+    assert not loose.any()
+
+
+Trained = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def trained(width: int, steps: int = 1, groups: int = 1) -> Trained:
+    torch.manual_seed(width)
+    model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 1))
+    lists = [[*model[0].parameters()], [*model[1].parameters()]]
+    every = [{"params": one} for one in lists] if groups == 2 else model.parameters()
+    optim = torch.optim.AdamW(every, 1e-2)
+    for _ in range(steps):
+        step(model, optim)
+    return model, optim
+
+
+def step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    optim.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optim.step()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("first", ["m", "o"])
+def test_a_skipped_weight_takes_its_moments_along(
+    tmp_path: Path, first: str, steps: int, groups: int
+) -> None:
+    saved, saved_optim = trained(10, groups=groups)
+    ckpt.save(tmp_path / "a", {"m": saved, "o": saved_optim})
+    model, optim = trained(12, steps, groups)
+    kept = {p: {k: v.clone() for k, v in state.items()} for p, state in optim.state.items()}
+    state: dict[str, Any] = {"m": model, "o": optim}
+    state = state if first == "m" else {"o": optim, "m": model}
+    with pytest.raises(ckpt.MismatchError) as raised:
+        ckpt.load(tmp_path / "a", state)
+    moments = ("exp_avg", "exp_avg_sq", "step")
+    skipped = ("0.weight", "0.bias", "1.weight")
+    names = {f"m.{n}" for n in skipped} | {f"o.state.{n}.{e}" for n in skipped for e in moments}
+    assert {one.name for one in raised.value.differences} == names
+    with pytest.warns(ckpt.SkippedWarning) as warned:
+        ckpt.load(tmp_path / "a", state, strict=False)
+    [warning] = [w.message for w in warned]
+    assert {one.name for one in warning.differences} == names
+    assert "strict=False skips 12: m.0.weight" in str(warning)
+    for name, parameter in model.named_parameters():
+        if name in skipped:
+            now, before = optim.state.get(parameter, {}), kept.get(parameter, {})
+            assert now.keys() == before.keys()
+            assert all(torch.equal(now[key], before[key]) for key in now)
+        else:
+            assert torch.equal(parameter, saved.get_parameter(name))
+            now, there = optim.state[parameter], saved_optim.state[saved.get_parameter(name)]
+            assert all(torch.equal(now[key], there[key]) for key in there)
+    step(model, optim)
+
+
+def test_moments_of_another_shape_are_refused_though_their_weights_are_excluded(
+    tmp_path: Path,
+) -> None:
+    model, optim = trained(10)
+    ckpt.save(tmp_path / "a", {"m": model, "o": optim})
+    model, optim = trained(12)
+    with pytest.raises(ckpt.MismatchError, match=r"o\.state\.0\.weight\.exp_avg: is state of m"):
+        ckpt.load(tmp_path / "a", {"m": model, "o": optim}, exclude="m.*")
+    resized = [f"o.state.{name}.*" for name in ("0.weight", "0.bias", "1.weight")]
+    ckpt.load(tmp_path / "a", {"m": model, "o": optim}, exclude=["m.*", *resized])
+    step(model, optim)
+
+
+def test_moments_of_a_weight_that_the_checkpoint_lacks_are_skipped(tmp_path: Path) -> None:
+    model, optim = trained(10)
+    ckpt.save(tmp_path / "a", {"m": model, "o": optim})
+    ckpt.convert(tmp_path / "a", tmp_path / "b", exclude="m.1.*")
+    fresh, other = trained(10, steps=0)
+    with pytest.warns(ckpt.SkippedWarning) as warned:
+        ckpt.load(tmp_path / "b", {"m": fresh, "o": other}, strict=False)
+    names = {one.name for w in warned for one in w.message.differences}
+    assert {"m.1.weight", "o.state.1.weight.exp_avg", "o.state.1.bias.step"} <= names
+    assert [p in other.state for p in fresh.parameters()] == [True, True, False, False]
+
+
+def resized_and_sharded(folder: Path, original: bool) -> tuple[list[str], bool]:
+    def made(width: int) -> Trained:
+        torch.manual_seed(width)
+        inner = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 1))
+        model = sharding.FullyShardedDataParallel(inner, use_orig_params=original)
+        return model, torch.optim.AdamW(model.parameters(), 1e-2)
+
+    model, optim = made(10)
+    step(model, optim)
+    ckpt.save(folder, {"m": model, "o": optim})
+    model, optim = made(12)
+    step(model, optim)
+    before = [v["exp_avg"].clone() for v in optim.state.values()]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", ckpt.SkippedWarning)
+        ckpt.load(folder, {"m": model, "o": optim}, strict=False)
+    skipped = [w.message for w in warned if isinstance(w.message, ckpt.SkippedWarning)]
+    shapes = [v["exp_avg"].shape for v in optim.state.values()]
+    step(model, optim)
+    names = sorted(one.name for one in skipped[0].differences) if skipped else []
+    return names, shapes == [one.shape for one in before]
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_a_skipped_weight_in_a_flat_parameter_takes_its_moments_along(
+    clusters: Callable[[int], Any], tmp_path: Path, original: bool
+) -> None:
+    (names, fits), (others, also_fits) = clusters(2).run(
+        resized_and_sharded, tmp_path / "a", original
+    )
+    assert fits
+    assert also_fits
+    assert not others  # rank 0 warns for all
+    assert {"m.0.weight", "o.state.0.weight.exp_avg", "o.state.1.weight.exp_avg_sq"} <= {*names}
+    assert "o.state.1.bias.exp_avg" not in names
+
+
+def skipped_on_one_rank(folder: Path) -> list[str]:
+    rank = dist.get_rank()
+    ckpt.save(folder, {"w": torch.ones(2)})
+    target = {"w": torch.zeros(2)} | ({"mine": torch.zeros(2)} if rank == 1 else {})
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        ckpt.load(folder, target, strict=False)
+    return [one.name for w in warned for one in w.message.differences]
+
+
+def test_a_name_that_is_skipped_on_one_rank_is_told_there(
+    clusters: Callable[[int], Any], tmp_path: Path
+) -> None:
+    assert clusters(2).run(skipped_on_one_rank, tmp_path / "a") == [[], ["mine"]]
