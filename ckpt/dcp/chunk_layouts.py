@@ -37,8 +37,8 @@ def layout_of(name: str, shape: Shape, ranks: Mapping[Box, int]) -> Layout:
     if len(grid) != len(ranks) or any(box not in ranks for box in grid) or None in sizes:
         raise UnsupportedError(
             f"{name}: it is divided into {len(ranks)} parts ({', '.join(map(str, [*ranks][:3]))}, "
-            "...) that are not those of torch.chunk, and no layout describes them; give it as a "
-            "DTensor, or let ckpt.dcp.save plan: leave out planner="
+            "...) that are not those of torch.chunk, and no layout describes them; cut it so, or "
+            "give it as a DTensor"
         )
     axes = [(d, i, n) for d, found in enumerate(sizes) for i, n in enumerate(found or ())]
     names = [f"cut{d}.{i}" for d, i, _ in axes]

@@ -62,6 +62,4 @@ class FileSystemReader(CkptStorageReader):
 
 
 def __getattr__(name: str) -> object:
-    if name == "SerializationFormat" and hasattr(_torch, name):  # torch 2.6 lacks it
-        return getattr(_torch, name)
-    raise AttributeError(f"module 'ckpt.dcp.filesystem' has no attribute {name!r}")
+    return getattr(_torch, name)  # private names, and `SerializationFormat`, which torch 2.6 lacks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from torch.distributed.checkpoint import format_utils as _torch
 from torch.distributed.checkpoint.format_utils import (
     BroadcastingTorchSaveReader,
     DynamicMetaLoadPlanner,
@@ -31,3 +32,7 @@ def torch_save_to_dcp(
 ) -> None:
     """Converts a torch.save file to the native format, which `ckpt.dcp.load` reads."""
     convert(torch_save_path, dcp_checkpoint_dir, to="ckpt", overwrite=True)
+
+
+def __getattr__(name: str) -> object:
+    return getattr(_torch, name)

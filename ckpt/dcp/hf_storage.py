@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from contextlib import suppress
 
@@ -26,3 +27,7 @@ class HuggingFaceStorageReader(CkptStorageReader):
 
     def _part_of(self, catalog: Catalog) -> Catalog:
         return under(catalog, catalog.weights) if catalog.weights else catalog
+
+
+def __getattr__(name: str) -> object:
+    return getattr(importlib.import_module("torch.distributed.checkpoint.hf_storage"), name)

@@ -1,3 +1,8 @@
 """The planners' protocol: torch's module, as it is."""
 
+from torch.distributed.checkpoint import planner as _torch
 from torch.distributed.checkpoint.planner import *
+
+
+def __getattr__(name: str) -> object:
+    return getattr(_torch, name)  # private names, which trainers import too

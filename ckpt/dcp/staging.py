@@ -1,3 +1,8 @@
 """Stagers: torch's module, as it is."""
 
+from torch.distributed.checkpoint import staging as _torch
 from torch.distributed.checkpoint.staging import *
+
+
+def __getattr__(name: str) -> object:
+    return getattr(_torch, name)  # private names, which trainers import too

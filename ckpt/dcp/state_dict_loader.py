@@ -118,6 +118,26 @@ def load_state_dict(
     )
 
 
+def _load_state_dict_from_keys(
+    keys: set[str] | str | None = None,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    process_group: ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Returns a new state dict of these keys, or of all, by torch's function of this name."""
+    reader = storage_of(storage_reader, CkptStorageReader, checkpoint_id, "storage_reader")
+    with translated_errors(process_group, no_dist=False):
+        found: dict[str, Any] = _torch._load_state_dict_from_keys(
+            keys, storage_reader=reader, process_group=process_group
+        )
+    return found
+
+
+def __getattr__(name: str) -> object:
+    return getattr(_torch, name)
+
+
 class _Target(NamedTuple):
     """A flattened state dict."""
 

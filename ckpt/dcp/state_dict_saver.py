@@ -210,6 +210,4 @@ def _given(
 
 
 def __getattr__(name: str) -> object:
-    if name in ("AsyncCheckpointerType", "AsyncSaveResponse") and hasattr(_torch, name):
-        return getattr(_torch, name)  # torch 2.6 lacks them
-    raise AttributeError(f"module 'ckpt.dcp.state_dict_saver' has no attribute {name!r}")
+    return getattr(_torch, name)  # torch 2.6 lacks two names of `__all__`

@@ -69,6 +69,19 @@ def test_every_module_of_torch_with_names_is_in_the_table_and_is_what_it_says() 
         assert verdict == ("same" if all(equal) else "better"), name
 
 
+def test_private_names_of_torch_s_modules_are_found_as_well(tmp_path: Path) -> None:
+    for name in MODULES:
+        theirs, ours = (importlib.import_module(f"{p}.{name}") for p in (PACKAGE, "ckpt.dcp"))
+        private = {each for each in vars(theirs) if re.match("_[a-zA-Z]", each)}
+        assert not (lacking := {each for each in private if not hasattr(ours, each)}), lacking
+    dcp.save({"a": {"w": torch.ones(2), "n": 3}, "b": 1}, checkpoint_id=tmp_path)
+    loading: Any = importlib.import_module("ckpt.dcp.state_dict_loader")
+    with pytest.warns(UserWarning, match="single process"):
+        found = loading._load_state_dict_from_keys({"a"}, checkpoint_id=tmp_path)
+    assert torch.equal(found["a"].pop("w"), torch.ones(2))
+    assert found == {"a": {"n": 3}}
+
+
 def test_every_argument_of_torch_is_in_the_table_and_is_taken() -> None:
     kinds = {name for name, _ in ARGUMENTS}
     own = {name for name, verdict in NAMES.items() if verdict == "better"} - {
