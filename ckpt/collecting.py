@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from ckpt.model_files import NAMES
+from ckpt.model_files import ADAPTER, CONFIG
 from ckpt.stores.read_only import check_writable
 from ckpt.stores.store import (
     Options,
@@ -248,11 +248,21 @@ def _converted(
             yield LeftOver(place, "", FOLDER, sum(sizes.values()), old, old >= age)
 
 
+_MODEL_FILES = (
+    *(CONFIG, ADAPTER, "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json"),
+    *("preprocessor_config.json", "processor_config.json"),
+)
+"""Small files that a conversion copies. It may copy others, whose left-overs nobody can tell from
+those of another program."""
+
+
 def _is_written(name: str) -> bool:
     """Whether saves and conversions write files of this name."""
     part = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.part", name, re.DOTALL)
     complete = part[1] if part else name
-    return complete in NAMES or _WRITTEN.fullmatch(complete) is not None
+    return complete in _MODEL_FILES or _WRITTEN.fullmatch(complete) is not None
 
 
 def _remove(store: Store, age: float, one: LeftOver) -> None:

@@ -43,8 +43,13 @@ class ConversionPlan:
     """The largest size of all blocks that are in memory together."""
 
 
-def conversion_plan(found: Mapped, casts: Casts, memory_bytes: int) -> ConversionPlan:
-    """Returns the plan for a catalog after its changes. Pure: reads nothing."""
+def conversion_plan(
+    found: Mapped, casts: Casts, memory_bytes: int, untied: bool = False
+) -> ConversionPlan:
+    """Returns the plan for a catalog after its changes. Pure: reads nothing.
+
+    With `untied`, each tied name has bytes of its own.
+    """
     catalog = found.catalog
     first_names: dict[str, str] = {}
     planned: list[PlannedTensor] = []
@@ -55,7 +60,7 @@ def conversion_plan(found: Mapped, casts: Casts, memory_bytes: int) -> Conversio
         record = catalog.tensors[leaf.name]
         first = first_names.setdefault(leaf.name, name)
         dtype = casts.written(first, record)
-        is_tied = first != name
+        is_tied = first != name and not untied
         planned.append(
             PlannedTensor(
                 name,
@@ -67,7 +72,7 @@ def conversion_plan(found: Mapped, casts: Casts, memory_bytes: int) -> Conversio
                 first if is_tied else None,
             )
         )
-        read_bytes += 0 if is_tied else record.nbytes
+        read_bytes += 0 if first != name else record.nbytes
     written = sum(tensor.nbytes for tensor in planned)
     return ConversionPlan(tuple(planned), found.excluded, read_bytes, written, memory_bytes)
 

@@ -8,7 +8,9 @@ Rules:
 2. A conversion holds a few blocks in memory, whatever the size of a tensor or the model. The files
    of each format are planned (`formats.file_plan`), and copied by several threads
    (`ckpt.transfer.copy_files`) or ranks (`ckpt.transfer.copy_shares`).
-3. A kind of state dict and a number of ranks divide a native checkpoint (`kind_layouts`) into the
+3. A result with fewer weights than the source, or another dtype of one, is an error that names
+   each, before a byte is written, unless the caller chose so or allows it (`ckpt.losses`).
+4. A kind of state dict and a number of ranks divide a native checkpoint (`kind_layouts`) into the
    files that such ranks would write.
 """
 
@@ -23,10 +25,11 @@ from typing import TYPE_CHECKING
 from ckpt.arguments import DtypeName, FormatName, KindName
 from ckpt.conversion_plan import ConversionPlan, conversion_plan
 from ckpt.kind_layouts import by_size, checked_kind, of_kind
+from ckpt.losses import check_names, check_nothing_is_lost, losses
 from ckpt.mapping.apply import Mapped
 from ckpt.mapping.casts import Casts
-from ckpt.mapping.changes import Changes, MappingName, Part, optimizers_in, place_of_model
-from ckpt.model_files import ModelFiles, base_name_of, plans_of
+from ckpt.mapping.changes import Changes, MappingName, Part, place_of_model, place_of_module
+from ckpt.model_files import ModelFiles, base_name_of, config_of, plans_of
 from ckpt.native_targets import write_native
 from ckpt.outgoing import StoredState, outgoing
 from ckpt.placing import file_writer, folder_writer, kept_folder
@@ -47,9 +50,10 @@ from ckpt.targets import check_file, check_folder, check_native
 from ckpt.transfer.copy_shares import called_together, write_plans
 from ckpt.transfer.copy_streams import memory_bytes_of
 from formats import dcp, gguf_write, huggingface, npz, safetensors_file, torch_save
-from formats.catalog import OpaqueValue, Tree, without_opaque
+from formats.catalog import OpaqueValue, Tree, join, without_opaque
 from formats.errors import UnsupportedError
 from formats.file_plan import FilePlan
+from formats.huggingface import with_modules
 from formats.native.shard import Progress
 from formats.outgoing import Outgoing
 from formats.storage import Writer
@@ -89,8 +93,16 @@ class ConvertReport:
     """Tensors of floats below 16 bits, which `dtype` does not cast."""
     beside: tuple[str, ...] = ()
     """Top keys that were not converted, beside the weights, although the caller named no part."""
+    lost: tuple[str, ...] = ()
+    """Weights that the target lacks or has with another dtype, each with the reason, if
+    `allow_loss` let them go."""
+    tied: tuple[str, ...] = ()
+    """Names of weights that the target has under another name alone, as transformers' own files."""
     model_files: tuple[str, ...] | None = None
-    """The configuration and tokenizer that a Hugging Face folder got; None for other formats."""
+    """The configuration, tokenizer and other small files that a Hugging Face folder got; None for
+    other formats."""
+    not_copied: tuple[str, ...] = ()
+    """Large files and sub-folders beside the model that may belong to it and were not copied."""
     prefix: str = ""
     """The key path of the model, with which its names begin in a format of weights."""
     plan: ConversionPlan | None = field(default=None, compare=False, repr=False)
@@ -113,6 +125,7 @@ def convert(
     config: str | os.PathLike[str] | None = None,
     max_shard_bytes: int | None = None,
     overwrite: bool = False,
+    allow_loss: bool = False,
     compress: bool = False,
     dtype: DtypeName | Mapping[str, DtypeName | None] | None = None,
     kind: KindName | None = None,
@@ -161,6 +174,9 @@ def convert(
             `dcp`, a folder with all its content, unless it holds several checkpoints. A link is
             replaced itself. A pipe, a device, or a file that the source or another checkpoint needs
             is never replaced.
+        allow_loss: converts also if weights of the source are left out or change their dtype: an
+            object that hides tensors, a file that was not read, a dtype that the format lacks.
+            `ConvertReport.lost` names them. By default this is an error.
         compress: compresses with zstd; for `ckpt` only.
         dtype: torch's name of the dtype to which floats of 16 bits and more are cast, or names by
             patterns of the new names, such as `{"*norm.weight": "float32", "*": "bfloat16"}`. The
@@ -230,12 +246,21 @@ def convert(
         if is_first:
             target.check_free(source)
         changes, beside = _of_weights(changes, source, target.format)
-        found, opaque = _without_opaque(source.url, changes.applied(source))
-        counted = _counted(progress, told)
-        state = outgoing(source.url, source.store, found.catalog, casts, counted)
-        check_values(target.format, state)
-        check_any_is_left(target.format, state, source.url, opaque)
         files = changes.model_files(source) if target.format is Format.HUGGINGFACE else None
+        if files is not None and changes.config is None and changes.keeps_model(source):
+            source = replace(source, catalog=with_modules(source.store, source.catalog))
+        changed = changes.applied(source)
+        found, opaque = _without_opaque(source.url, changed)
+        counted = _counted(progress, told)
+        untied = target.unties(files)
+        state = outgoing(source.url, source.store, found.catalog, casts, counted, untied)
+        check_values(target.format, state)
+        lost = losses(source, changes, changed.catalog.tree, state, target.format)
+        if files is not None:
+            lost += check_names(source, changes, state, files)
+        if not allow_loss:
+            check_any_is_left(target.format, state, source.url, opaque)
+            check_nothing_is_lost(source.url, lost)
         if not dry_run:
             told.doing("writing")
         if not dry_run and resume:
@@ -246,9 +271,10 @@ def convert(
             target.write(ranks, state, files, casts)
         if verify and not dry_run and is_first:
             told.doing("verifying")
-            wanted = outgoing(source.url, source.store, found.catalog, casts)
+            wanted = outgoing(source.url, source.store, found.catalog, casts, None, untied)
             with open_source(target.url, target.options) as result:
-                written = outgoing(result.url, result.store, result.catalog)
+                whole = with_modules(result.store, result.catalog)
+                written = outgoing(result.url, result.store, whole)
                 shown = without_secrets(target.url)
                 check_written(wanted, written, shown, result.catalog.format)
         return ConvertReport(
@@ -264,9 +290,12 @@ def convert(
             became_text(target.format, state),
             _not_cast(casts, state),
             beside,
-            None if files is None else tuple(files),
+            lost,
+            tuple(state.aliases) if target.format.is_of_weights else (),
+            None if files is None else tuple(files.content),
+            () if files is None else files.left,
             _prefix_of_model(changes, source, target.format, state),
-            conversion_plan(found, casts, target.memory_bytes(state)),
+            conversion_plan(found, casts, target.memory_bytes(state), untied),
         )
 
 
@@ -334,6 +363,16 @@ class _Target:
         copier = state.copier
         return memory_bytes_of(copier) if self.compress else copier.sizes.memory_bytes
 
+    def unties(self, files: ModelFiles | None) -> bool:
+        """Whether each tied name has bytes of its own.
+
+        npz and gguf know no ties, and a model whose configuration ties no embeddings looks for
+        both names.
+        """
+        config = {} if files is None else config_of(files, "config=")
+        is_untied = config.get("tie_word_embeddings") is False
+        return self.format in (Format.NPZ, Format.GGUF) or is_untied
+
     def plans(
         self, state: StoredState, files: ModelFiles | None, casts: Casts
     ) -> Sequence[FilePlan]:
@@ -342,9 +381,10 @@ class _Target:
         match self.format:
             case Format.HUGGINGFACE:
                 dtypes = {tensor.dtype for tensor in state.tensors.values()}
-                beside = plans_of(files or {}, casts, dtypes, "the source")
-                base = base_name_of(files or {})
-                return [*beside, *huggingface.plans(state, self.max_shard_bytes, base)]
+                files = files or ModelFiles()
+                beside = plans_of(files, casts, dtypes, "the source")
+                base, modules = base_name_of(files), state.modules
+                return [*beside, *huggingface.plans(state, self.max_shard_bytes, base, modules)]
             case Format.DCP:
                 return dcp.plans(state)
             case Format.SAFETENSORS:
@@ -401,19 +441,16 @@ def _of_weights(
     """Returns the changes with the place of the weights, and the keys beside it.
 
     They are unchanged if the caller named a part, or the format holds more than weights. A Hugging
-    Face folder has no optimizer: of a model beside one it gets the model, unless the caller named
-    tensors.
+    Face folder gets one model alone, unless the caller named tensors (`place_of_module`).
     """
     weights = source.catalog.weights
-    is_free = chosen is Format.HUGGINGFACE and not changes.names_tensors
-    if is_free and optimizers_in(source.catalog.tree):
-        weights = place_of_model(source.catalog)
     is_named = changes.select is not None or changes.part is not None
+    if chosen is Format.HUGGINGFACE and not weights and not is_named and not changes.names_tensors:
+        weights = place_of_module(source.catalog, without_secrets(source.url))
     if is_named or not chosen.is_of_weights or not weights:
         return changes, ()
-    whole = weights.removesuffix(".0")  # the one model of a list
-    beside = tuple(key for key in _top_keys(source.catalog.tree) if key != whole)
-    return replace(changes, select=weights), beside
+    beside = tuple(_beside(source.catalog.tree, weights))
+    return replace(changes, select=weights, module=weights), beside
 
 
 def _prefix_of_model(changes: Changes, source: Source, chosen: Format, state: Outgoing) -> str:
@@ -436,8 +473,15 @@ def _without_opaque(url: str, found: Mapped) -> tuple[Mapped, tuple[str, ...]]:
     return replace(found, catalog=replace(found.catalog, tree=tree)), names
 
 
-def _top_keys(tree: Tree) -> tuple[str, ...]:
-    return tuple(map(str, tree)) if isinstance(tree, dict) else ()
+def _beside(tree: Tree, place: str, path: str = "") -> Iterator[str]:
+    """Yields the key paths of the outermost entries that neither are nor hold the place."""
+    entries = tree.items() if isinstance(tree, dict) else ()
+    for key, item in entries:
+        name = join(path, key)
+        if place.startswith(f"{name}."):
+            yield from _beside(item, place, name)
+        elif name != place:
+            yield name
 
 
 def _not_cast(casts: Casts, state: Outgoing) -> tuple[str, ...]:

@@ -40,6 +40,8 @@ class StoredState(Outgoing):
 
     copier: FileCopier
     """Copies the tensors by their names, and compares all checksums."""
+    modules: tuple[str, ...] = ()
+    """The sub-folders of a Hugging Face folder, which begin the names of their tensors."""
 
 
 def outgoing(
@@ -48,8 +50,11 @@ def outgoing(
     catalog: Catalog,
     casts: Casts = NO_CASTS,
     progress: Callable[[int], None] | None = None,
+    untied: bool = False,
 ) -> StoredState:
     """Returns the tensors of a catalog to write, under the names in its tree.
+
+    With `untied`, each tied name is a tensor of its own.
 
     Raises:
         ArgumentError: a pattern of `casts` matches no name, or tied names get two dtypes.
@@ -69,7 +74,7 @@ def outgoing(
             return leaf
         record = catalog.tensors[leaf.name]
         first = first_names.setdefault(leaf.name, path)
-        if first != path:
+        if first != path and not untied:
             if casts.names(path):
                 _check_alike(path, casts.written(path, record), first, sources[first].dtype)
             aliases[path] = first
@@ -79,10 +84,18 @@ def outgoing(
         tensors[path] = OutgoingTensor(
             path, record.shape, source.dtype, partial(_blocks, copier, tensors, path)
         )
-        return TensorRef(first)
+        return TensorRef(path)
 
     tree: Tree = map_selected(catalog.tree, Selection.of(None, None), placed)
-    return StoredState(tensors, tree, aliases, _kept_metadata(catalog), copier=copier)
+    modules = tuple(folder for folder, _ in catalog.parts if folder)
+    return StoredState(
+        tensors,
+        tree,
+        aliases,
+        _kept_metadata(catalog),
+        copier=copier,
+        modules=modules if catalog.format == "huggingface" else (),
+    )
 
 
 def _check_alike(name: str, dtype: DType, first: str, written: DType) -> None:

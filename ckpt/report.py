@@ -58,6 +58,8 @@ class Report:
     problems: tuple[Problem, ...]
     notes: tuple[str, ...] = ()
     """Remarks that are not damage, such as files that belong to no checkpoint."""
+    tensors: int | None = None
+    """The number of its tensors; None if its description could not be read."""
 
     @property
     def sound(self) -> bool:

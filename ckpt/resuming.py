@@ -82,8 +82,9 @@ class Journal:
                     f"{folder}: another process resumes this conversion; wait for it, or end it"
                 )
             done = _complete(folder, file, identity)
+            kept = {name.partition("/")[0] for name in done}
             for other in folder.iterdir():
-                if other.name not in done:
+                if other.name not in kept:
                     remove(other)
             file.seek(0)
             file.truncate()

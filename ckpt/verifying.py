@@ -86,6 +86,7 @@ def _verified(text: str, progress: Callable[[int], None] | None, options: Option
                 found.checked,
                 found.problems,
                 notes,
+                len(source.catalog.tensors),
             )
     except UnsupportedError:
         raise

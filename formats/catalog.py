@@ -179,6 +179,8 @@ class OpaqueValue:
 
     type: str
     """The name of its class with the module, or another description."""
+    tensors: int = field(default=0, compare=False)
+    """The number of tensors of the file that it holds and no other value of the tree shows."""
 
     def __repr__(self) -> str:
         return f"<{self.type}>"
@@ -314,6 +316,8 @@ class Catalog:
     folder), and its catalog with names relative to that sub-folder (`formats.joined`)."""
     notes: tuple[str, ...] = ()
     """Facts that a user should know: files that were not read, an index that is missing."""
+    unread: tuple[str, ...] = ()
+    """Files of weights beside those that were read, which no conversion may lose in silence."""
     weights: str = ""
     """The place of a model's weights, if a folder holds more than weights (docs/formats.md)."""
 

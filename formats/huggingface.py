@@ -19,18 +19,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from formats import dcp_shards
 from formats.catalog import Catalog, FileRecord, TensorRecord
 from formats.errors import FormatError
 from formats.file_plan import FilePlan
+from formats.folders import folder_format
 from formats.huggingface_files import (
     Chosen,
     check_in_their_files,
     choose,
     in_two_files,
     read_weight_map,
+    unread_files,
 )
+from formats.joined import Part, below, joined
+from formats.limits import check
 from formats.outgoing import Outgoing, OutgoingTensor
 from formats.safetensors_file import FileContents, flat_tree, plan_tensors, read_contents
 from formats.storage import Reader
@@ -38,6 +43,7 @@ from formats.storage import Reader
 MAX_SHARD_BYTES = 5_000_000_000
 """The default for the largest data of a shard. A larger tensor has a shard of its own."""
 
+MODULES = "modules.json"
 _WHOLE = ".safetensors"
 _INDEX = ".safetensors.index.json"
 
@@ -65,6 +71,11 @@ def read(reader: Reader, name: str | None = None, present: Sequence[str] | None 
     tensors, aliases = _merge(contents, weight_map, chosen.index)
     metadata = {key: text for content in contents for key, text in content.metadata.items()}
     index = (FileRecord(chosen.index, reader.size(chosen.index)),) if chosen.index else ()
+    unread: tuple[str, ...] = ()
+    if name is None:
+        own = {content.record.name for content in contents}
+        modules = module_folders(reader, present)
+        unread = (*unread_files(present, own), *(f"{folder}/" for folder in modules))
     return Catalog(
         format="huggingface",
         tensors=tensors,
@@ -73,31 +84,97 @@ def read(reader: Reader, name: str | None = None, present: Sequence[str] | None 
         aliases=aliases,
         metadata=metadata,
         notes=(*chosen.notes, *_differing(contents, metadata)),
+        unread=unread,
+    )
+
+
+def module_folders(reader: Reader, present: Sequence[str]) -> tuple[str, ...]:
+    """Returns the sub-folders with weights that `modules.json` names: of sentence-transformers.
+
+    The first module lies in the folder itself. Others, such as `2_Dense`, are folders of their own.
+    """
+    if MODULES not in present:
+        return ()
+    size = reader.size(MODULES)
+    check("index_bytes", size, MODULES)
+    try:
+        listed = json.loads(reader.read(MODULES, 0, size))
+    except ValueError:
+        return ()  # of another library
+    paths = [each.get("path") for each in listed if isinstance(each, dict)] if listed else []
+    names = [path.strip("/") for path in paths if isinstance(path, str)]
+    return tuple(
+        name
+        for name in names
+        if name not in ("", ".", "..")
+        and not set("\\:") & set(name)
+        and ".." not in name.split("/")
+        and any(entry.endswith((_WHOLE, ".bin")) for entry in reader.entries(name))
     )
 
 
 def plans(
-    state: Outgoing, max_shard_bytes: int = MAX_SHARD_BYTES, base: str = "model"
+    state: Outgoing,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    base: str = "model",
+    modules: Sequence[str] = (),
 ) -> list[FilePlan]:
     """Plans the files of a folder with the tensors of a state.
 
-    One file if all tensors fit into `max_shard_bytes`, otherwise shards and then the index.
+    One file if all tensors fit into `max_shard_bytes`, otherwise shards and then the index. The
+    tensors of `modules` lie in sub-folders of these names (`with_modules`).
 
     Raises:
         FormatError: two tensors have one name, or a name is not text.
     """
-    shards = split(state.tensors.values(), max_shard_bytes)
+    planned: list[FilePlan] = []
+    left = list(state.tensors.values())
+    for folder in modules:
+        start = f"{folder}."
+        inside = [tensor for tensor in left if tensor.name.startswith(start)]
+        left = [tensor for tensor in left if not tensor.name.startswith(start)]
+        planned += _plans(state, inside, max_shard_bytes, f"{folder}/model", start)
+    return [*planned, *_plans(state, left, max_shard_bytes, base, "")]
+
+
+def _plans(
+    state: Outgoing, tensors: Sequence[OutgoingTensor], max_shard_bytes: int, base: str, start: str
+) -> list[FilePlan]:
+    """Plans the files of one folder, in which names lose `start`."""
+    shards = split(tensors, max_shard_bytes)
     if len(shards) == 1:
-        return [plan_tensors(base + _WHOLE, shards[0], state.aliases, state.metadata)]
+        return [plan_tensors(base + _WHOLE, shards[0], state.aliases, state.metadata, start)]
+    folder, _, stem = base.rpartition("/")
     weight_map, found = {}, []
     for number, shard in enumerate(shards, 1):
-        name = f"{base}-{number:05d}-of-{len(shards):05d}{_WHOLE}"
-        found.append(plan_tensors(name, shard, state.aliases, state.metadata))
-        weight_map.update({tensor.name: name for tensor in shard})
-    total = sum(tensor.nbytes for tensor in state.tensors.values())
+        name = f"{stem}-{number:05d}-of-{len(shards):05d}{_WHOLE}"
+        path = f"{folder}/{name}" if folder else name
+        found.append(plan_tensors(path, shard, state.aliases, state.metadata, start))
+        weight_map.update({tensor.name.removeprefix(start): name for tensor in shard})
+    total = sum(tensor.nbytes for tensor in tensors)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"
     return [*found, FilePlan(base + _INDEX, [text.encode()])]
+
+
+def with_modules(reader: Reader, catalog: Catalog) -> Catalog:
+    """Returns the catalog of a folder with the weights of its modules in sub-folders.
+
+    Their names begin with the sub-folder: `2_Dense.linear.weight`. `plans` writes them there again.
+    """
+    folders = [name.removesuffix("/") for name in catalog.unread if name.endswith("/")]
+    if not folders:
+        return catalog
+    parts = [Part((), catalog)]
+    for folder in folders:
+        kind = folder_format(reader.entries(folder))
+        if kind is not None:
+            parts.append(Part((folder,), below(reader, folder, kind.read)))
+    found = joined(catalog.format, parts, metadata=catalog.metadata)
+    read = {f"{part.place[0]}/" for part in parts[1:]}
+    return replace(
+        found, notes=catalog.notes, unread=tuple(n for n in catalog.unread if n not in read)
+    )
 
 
 def split(

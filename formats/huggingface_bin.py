@@ -9,7 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from formats.catalog import Catalog, FileRecord
-from formats.huggingface_files import check_in_their_files, choose, in_two_files, read_weight_map
+from formats.huggingface_files import (
+    check_in_their_files,
+    choose,
+    in_two_files,
+    read_weight_map,
+    unread_files,
+)
 from formats.joined import Part, joined
 from formats.storage import Reader
 from formats.torch_files import read_torch
@@ -27,7 +33,8 @@ def read(reader: Reader, present: Sequence[str] | None = None) -> Catalog:
         CorruptError: a file that the index names is missing, or a tensor is not in its file.
         FormatError: the index or a file breaks the rules, or two files have one tensor.
     """
-    present = [name for name in present or reader.names() if is_weights(name)]
+    there = reader.names() if present is None else []
+    present = [name for name in present or there if is_weights(name)]
     chosen = choose(present, ENDING)
     if chosen is None:
         raise FileNotFoundError(f"{reader.url}: no *.bin with weights in this folder")
@@ -38,7 +45,7 @@ def read(reader: Reader, present: Sequence[str] | None = None) -> Catalog:
     check_in_their_files(weight_map, names, chosen.index)
     _check_apart(catalogs, chosen.index)
     found = joined("huggingface", [Part((), catalog) for catalog in catalogs], index)
-    return replace(found, notes=chosen.notes)
+    return replace(found, notes=chosen.notes, unread=unread_files(there, names))
 
 
 def is_weights(name: str) -> bool:

@@ -74,6 +74,32 @@ def choose(names: Iterable[str], ending: str) -> Chosen | None:
     return None
 
 
+def unread_files(present: Iterable[str], own: Collection[str]) -> tuple[str, ...]:
+    """Returns the files of weights in a folder that are not among its `own`, nor known copies.
+
+    Copies are the weights in the older form (`pytorch_model.bin`), in another precision
+    (`model.fp16.safetensors`), or under Meta's names (`consolidated.safetensors`).
+
+    >>> own = ["model.safetensors"]
+    >>> unread_files([*own, "pytorch_model.bin", "value_head.safetensors", "optimizer.bin"], own)
+    ('value_head.safetensors',)
+    """
+    return tuple(
+        name
+        for name in present
+        if name.endswith((".safetensors", ".bin"))
+        and name not in own
+        and _KNOWN_BESIDE.fullmatch(name) is None
+    )
+
+
+_KNOWN_BESIDE = re.compile(
+    r"(model|pytorch_model|diffusion_pytorch_model)(_fsdp)?([.-].*)?\.(safetensors|bin)"
+    r"|consolidated.*|(optimizer|scheduler|sampler|dl_state_dict|training_args|vocab)(_\d+)?\.bin"
+    r"|[0-9a-f]{16}-\d+\.safetensors|optimizer_\d+_rank.*"
+)
+
+
 def read_weight_map(
     reader: Reader, chosen: Chosen, present: Collection[str]
 ) -> tuple[dict[str, str], tuple[str, ...]]:

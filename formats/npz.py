@@ -159,7 +159,7 @@ def _member(archive: Archive, member: str, name: str) -> TensorRecord | OpaqueVa
         )
     dtype = array.dtype
     if dtype is None:
-        return OpaqueValue(repr(array))
+        return OpaqueValue(repr(array), 1 if array.is_numeric else 0)
     if start + dtype.nbytes(array.shape) != extent.nbytes:
         raise CorruptError(
             f"{where}: the member has {extent.nbytes} bytes, its header says "

@@ -103,7 +103,7 @@ def _item(reader: Reader) -> Catalog:
             leaves[path] = arrays.leaf(".".join(map(str, path)), kind)
         else:
             shape = f", written in parts of shape {list(written)}" if is_shape(written) else ""
-            leaves[path] = OpaqueValue(f"{kind}{shape}")
+            leaves[path] = OpaqueValue(f"{kind}{shape}", int(kind in _ARRAYS))
     has_opaque = any(isinstance(leaf, OpaqueValue) for leaf in leaves.values())
     return Catalog(
         "orbax",
@@ -159,7 +159,8 @@ class _Arrays:
         by = compressor.get("id") if isinstance(compressor, dict) else compressor
         is_known = told.get("zarr_format") == 2 and told.get("order") == "C"
         if dtype is None or not is_known or told.get("filters") or by not in (None, "zstd"):
-            return OpaqueValue(f"{kind} {told.get('dtype')!r:.40} {told.get('shape')!r:.80}")
+            described = f"{told.get('dtype')!r:.40} {told.get('shape')!r:.80}"
+            return OpaqueValue(f"{kind} {described}", 1)
         self.files.append(FileRecord(described, size))
         shape, chunk = _shapes(described, told)
         separator = "/" if told.get("dimension_separator") == "/" else "."

@@ -126,6 +126,12 @@ class NumpyArray:
         return None if self.numpy_dtype is None else self.numpy_dtype.dtype
 
     @property
+    def is_numeric(self) -> bool:
+        """Whether the elements are numbers, also of a dtype that no tensor has."""
+        code = "" if self.numpy_dtype is None else self.numpy_dtype.code
+        return self.data is not None and code.lstrip("<>|=")[:1] in ("b", "i", "u", "f", "c", "V")
+
+    @property
     def strides(self) -> tuple[int, ...]:
         """The strides in elements."""
         found, step = [], 1

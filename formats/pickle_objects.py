@@ -6,7 +6,8 @@ Rules, in this order. An object that fits none is an opaque value of the tree.
 2. A module, which has `_parameters`, `_buffers` and `_modules`, is its state dict: a flat dict from
    FQNs to parameters and persistent buffers.
 3. An optimizer, which has `param_groups` and `state`, is its state dict, with parameters numbered.
-4. An object of a TorchScript program is a dict of its attributes.
+4. An object of a TorchScript program is a dict of its attributes, or, if its class is one of C++,
+   such as the packed parameters of a quantised layer, the state that the class gave.
 5. An object of which an argument is a tensor, such as a namedtuple, is the tuple of its arguments.
    An object of which an attribute is a tensor is the dict of its attributes.
 
@@ -56,7 +57,7 @@ def parts_of(value: Opaque, count: Count) -> object:
     if all(name in state for name in _OPTIMIZER) and isinstance(state["param_groups"], list):
         return Entries(_optimizer(state, count))
     if value.type.startswith(SCRIPT):
-        return state
+        return state if value.state is None or state else value.state
     several = value.state if isinstance(value.state, tuple) else ()
     for part in (value.arguments, several, state, several[1] if len(several) == 2 else None):
         members = part.values() if isinstance(part, dict) else part

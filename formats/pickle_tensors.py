@@ -5,7 +5,8 @@ Rules:
 1. A tensor whose elements lie in a storage is a `StoredTensor`: also a Parameter, and an instance
    of a subclass that adds methods or attributes.
 2. A tensor that consists of others is an `Opaque` with its parts as attributes: quantised, sparse,
-   nested, and subclasses that wrap tensors. A DTensor whose local tensor is the whole is a tensor.
+   nested, and subclasses that wrap tensors. A DTensor or ShardedTensor whose local tensor is the
+   whole is a tensor.
 3. A tensor without elements of its own in the file (on the meta device, or the conjugate of its
    bytes) is an `Opaque` without parts.
 
@@ -33,6 +34,7 @@ _BY_LAYOUT = {
     "torch.sparse_bsc": ("ccol_indices", "row_indices", "values", "size"),
 }
 _FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
+_SHARDED = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 _DTENSORS = ("torch.distributed.tensor.DTensor", "torch.distributed._tensor.api.DTensor")
 
 
@@ -129,11 +131,21 @@ def _with_attributes(arguments: Arguments) -> object:
         local = _attribute(state, "_local_tensor")
         if isinstance(local, StoredTensor) and len(inner) > 2 and local.shape == inner[2]:
             return local
+    if kind.full == _SHARDED and isinstance(state, tuple) and len(state) > 1:
+        whole = _attribute(_state(state[1]), "size")
+        shards = state[0] if isinstance(state[0], list) else []
+        local = _attribute(_state(shards[0]), "tensor") if len(shards) == 1 else None
+        if isinstance(local, StoredTensor) and local.shape == whole:
+            return local
     return Opaque(kind.full, (), made.state or state)
 
 
 def _unknown(arguments: Arguments) -> object:
     return Opaque(TENSOR, arguments)
+
+
+def _state(value: object) -> object:
+    return value.state if isinstance(value, Opaque) else None
 
 
 def _attribute(state: object, name: str) -> object:

@@ -10,7 +10,8 @@ The format is flat. Rules for content that it lacks:
    `ckpt.tied` tells that entries of this form are text.
 3. A dtype that safetensors lacks is stored as its carrier (see formats/dtypes.py). The metadata has
    the true name under `ckpt.dtypes`, a JSON object from tensor to dtype. Other readers see the
-   carrier: complex128 is F64 with a last dimension of 2.
+   carrier: complex128 is F64 with a last dimension of 2, complex32 is F16. float4_e2m1fn_x2 is F4,
+   which counts both numbers of a byte: its last dimension is twice as long.
 4. Larger elements come first, so that each tensor is aligned to the size of its elements.
 
 The shards of a Hugging Face folder are such files: formats/huggingface.py uses this module.
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from formats.catalog import (
     Catalog,
@@ -37,13 +38,16 @@ from formats.dtypes import BY_NAME, DType
 from formats.errors import FormatError, UnsupportedError
 from formats.file_plan import FilePlan
 from formats.outgoing import Outgoing, OutgoingTensor
-from formats.safetensors_header import Entry, Header, build, read_header
+from formats.safetensors_header import BITS, Entry, Header, build, read_header
 from formats.storage import Reader
 from formats.strict_json import decode_object
 from sharding.layout import Box, Piece
 
 TIED_KEY = "ckpt.tied"
 """Metadata: a JSON object from each tied name to the stored name."""
+
+PACKED = "F4_E2M1X2"
+"""The dtype of two numbers a byte, which is F4 in a header."""
 
 DTYPES_KEY = "ckpt.dtypes"
 """Metadata: a JSON object from each carried tensor to the name of its true dtype."""
@@ -117,14 +121,38 @@ def plan_tensors(
     tensors: Sequence[OutgoingTensor],
     aliases: Mapping[str, str],
     metadata: Mapping[str, str],
+    start: str = "",
 ) -> FilePlan:
-    """Plans a safetensors file with these tensors and their aliases. Raises as `plan` does."""
+    """Plans a safetensors file with these tensors and their aliases. Raises as `plan` does.
+
+    All names begin with `start`, which they lose in the file.
+    """
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    named = [replace(tensor, name=tensor.name.removeprefix(start)) for tensor in ordered]
+    tied = {a.removeprefix(start): b.removeprefix(start) for a, b in aliases.items()}
     header, _ = build(
-        [(t.name, t.dtype.carrier, t.dtype.carrier_shape(t.shape), t.nbytes) for t in ordered],
-        _metadata(ordered, aliases, metadata),
+        [(t.name, *labelled(t.dtype, t.shape), t.nbytes) for t in named],
+        _metadata(named, tied if start else aliases, metadata),
     )
     return FilePlan(name, [header, *ordered])
+
+
+def labelled(dtype: DType, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Returns the dtype and shape in a header: those of the tensor, or of its carrier (rule 3).
+
+    >>> labelled(BY_NAME["F4_E2M1X2"], (2, 4)), labelled(BY_NAME["C128"], (3,))
+    (('F4', (2, 8)), ('F64', (3, 2)))
+    """
+    if dtype.name == PACKED and shape:
+        return "F4", (*shape[:-1], 2 * shape[-1])
+    if dtype.name in BITS:
+        return dtype.name, shape
+    return dtype.carrier, dtype.carrier_shape(shape)
+
+
+def is_carried(dtype: DType, shape: tuple[int, ...]) -> bool:
+    """Whether other readers of safetensors see another dtype, that of the carrier (rule 3)."""
+    return labelled(dtype, shape)[0] not in (dtype.name, "F4")
 
 
 def left_out(tree: Tree) -> tuple[str, ...]:
@@ -147,6 +175,8 @@ def flat_tree(tensors: Mapping[str, TensorRecord], aliases: Mapping[str, str]) -
 def _record(entry: Entry, true_dtype: str | None, file: str, data_offset: int) -> TensorRecord:
     dtype = BY_NAME.get(true_dtype or entry.dtype)
     shape = entry.shape
+    if entry.dtype == "F4" and true_dtype is None and shape and shape[-1] % 2 == 0:
+        dtype, shape = BY_NAME[PACKED], (*shape[:-1], shape[-1] // 2)
     if dtype is None:
         raise UnsupportedError(
             f"{file}: {entry.name} has dtype {true_dtype or entry.dtype}, which cannot be read as "
@@ -213,7 +243,7 @@ def _metadata(
     names = {tensor.name for tensor in tensors}
     tied = {a: name for a, name in aliases.items() if name in names and a not in names}
     looks_tied = any(_looks_tied(key, text, names) for key, text in metadata.items())
-    carried = {t.name: t.dtype.name for t in tensors if t.dtype.carrier != t.dtype.name}
+    carried = {t.name: t.dtype.name for t in tensors if is_carried(t.dtype, t.shape)}
     found = {"format": "pt", **metadata}
     for key, value, is_needed in ((TIED_KEY, tied, looks_tied), (DTYPES_KEY, carried, False)):
         found.pop(key, None)

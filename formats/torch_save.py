@@ -2,9 +2,10 @@
 
 `read` opens the zip directory and, by the restricted reader, `data.pkl`. A tensor is a view of its
 storage record, with the strides and offset in the pickle. The file of a TorchScript program is such
-a zip too: its attributes are the tree, and its code is not read. `plan` makes a zip that
-`torch.load` opens with `weights_only=True` and with `mmap=True`: storages are uncompressed and
-begin at multiples of 64 bytes, and zip64 holds sizes beyond 4 GiB. torch is not needed.
+a zip too: its attributes are the tree, or the constants of a frozen one, and its code is not read.
+`plan` makes a zip that `torch.load` opens with `weights_only=True` and with `mmap=True`: storages
+are uncompressed and begin at multiples of 64 bytes, and zip64 holds sizes beyond 4 GiB. torch is
+not needed.
 
 `formats.torch_legacy` reads files of the older format, a row of pickles.
 """
@@ -12,9 +13,10 @@ begin at multiples of 64 bytes, and zip64 holds sizes beyond 4 GiB. torch is not
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 
 from formats import torch_legacy
-from formats.catalog import Catalog, FileRecord, TensorRef, Tree, map_tree
+from formats.catalog import Catalog, Extent, FileRecord, Key, TensorRef, Tree, map_tree
 from formats.errors import CorruptError
 from formats.file_plan import FilePlan, Part
 from formats.outgoing import Outgoing, OutgoingTensor
@@ -36,6 +38,9 @@ TORCH, TORCHSCRIPT = "torch", "torchscript"
 
 LIGHTNING_VERSION, WEIGHTS = "pytorch-lightning_version", "state_dict"
 """The keys by which a checkpoint of Lightning is known, and of its weights."""
+
+CONSTANTS, OF_CODE = "constants.pkl", "CONSTANTS"
+"""The pickle of a TorchScript program's constants, and the name that they have in its code."""
 
 FOLDER = "archive/"
 """The folder of the records in the zip; torch accepts any name."""
@@ -64,10 +69,45 @@ def read_archive(archive: Archive, size: int) -> Catalog:
     name, pickled = archive.file, archive.read(PICKLE)
     nest = Nest(name, len(pickled))
     tree = nest.tree(load(pickled, name), (), archive)
-    kind = TORCHSCRIPT if "constants.pkl" in archive else TORCH
+    kind = TORCHSCRIPT if CONSTANTS in archive else TORCH
+    if kind == TORCHSCRIPT and isinstance(tree, dict) and not nest.tensors:
+        tree |= _constants(archive, nest)
     files = (FileRecord(name, size),)
     weights = weights_of_lightning(tree)
     return Catalog(kind, nest.tensors, tree, files, nest.aliases, weights=weights)
+
+
+def _constants(archive: Archive, nest: Nest) -> dict[Key, Tree]:
+    """Returns the constants of a TorchScript program, by the names that its code gives them.
+
+    They are the weights of a frozen program, which has no attributes. Other programs have small
+    tensors of their code among them, which `state_dict()` does not show.
+    """
+    pickled = archive.read(CONSTANTS)
+    nest.grow(len(pickled))
+    constants = load(pickled, archive.file)
+    if not isinstance(constants, tuple) or not constants:
+        return {}
+    named = {f"c{at}": constant for at, constant in enumerate(constants)}
+    storages = _Constants(archive, archive.where, archive.file)
+    return {OF_CODE: nest.tree(named, (OF_CODE,), storages)}
+
+
+@dataclass(slots=True)
+class _Constants:
+    """The storages of the constants, which lie in a folder of their own."""
+
+    archive: Archive
+    where: str
+    file: str
+
+    def nbytes_of(self, key: str) -> int:
+        """Returns the bytes of a storage. Raises CorruptError if it is missing."""
+        return self.archive.record(f"constants/{key}").nbytes
+
+    def extent_of(self, key: str) -> Extent:
+        """Returns the extent of a storage."""
+        return self.archive.extent(f"constants/{key}")
 
 
 def weights_of_lightning(tree: Tree) -> str:

@@ -9,7 +9,9 @@ Rules:
 3. A value without a type in the tree becomes the nearest one: a set becomes a sorted list. A numpy
    array is a tensor, and so is a storage.
 4. An object of an unknown class is an opaque value, or its parts (`formats.pickle_objects`). Also
-   opaque are a numpy array that is no tensor, and a dict with a key that is no key of a tree.
+   opaque are a numpy array that is no tensor, and a dict with a key that is no key of a tree. An
+   opaque value has the number of tensors in it that the tree does not show, so that a conversion
+   can say that it leaves out weights.
 5. A pickle may contain itself, or one part a million times. The depth and size of the walk, and the
    length of the names, are therefore bounded.
 """
@@ -17,7 +19,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from reprlib import Repr
 from typing import Protocol
 
@@ -31,6 +33,7 @@ from formats.catalog import (
     TensorRecord,
     TensorRef,
     Tree,
+    map_tree,
 )
 from formats.dtypes import DType
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
@@ -39,6 +42,7 @@ from formats.limits import DEPTH, FREE_VALUES, Names
 from formats.pickle_numpy import NumpyArray, NumpyDType
 from formats.pickle_objects import Entries, parts_of
 from formats.pickle_records import Name, Opaque, Storage, StoredTensor
+from formats.pickle_tensors import TENSOR
 from sharding.layout import Box, Piece
 
 KeyPath = tuple[object, ...]
@@ -106,6 +110,8 @@ class Nest:
         self._where = where
         self._paths: dict[str, KeyPath] = {}
         self._views: dict[object, str] = {}
+        self._placed: set[object] = set()
+        self._opaque: list[tuple[OpaqueValue, object]] = []
         self._values_left = FREE_VALUES + pickle_bytes
         self._names = Names(where, pickle_bytes)
 
@@ -130,8 +136,12 @@ class Nest:
         self._paths[name] = path
         return name
 
-    def place(self, view: object, record: TensorRecord) -> TensorRef:
-        """Adds a tensor whose name was claimed. Tensors of an equal `view` become one."""
+    def place(self, view: object, record: TensorRecord, data: object = None) -> TensorRef:
+        """Adds a tensor whose name was claimed. Tensors of an equal `view` become one.
+
+        `data` is the identity of its storage or array, of which no opaque value hides a tensor.
+        """
+        self._placed.add(data)
         stored = self._views.setdefault(view, record.name)
         if stored == record.name:
             self.tensors[record.name] = record
@@ -148,7 +158,49 @@ class Nest:
             HostileError: the nest is too deep or too large.
         """
         walk = _Walk(self, storages)
-        return walk.tree(value, path, sum(map(chars_of, path)) + len(path))
+        tree = walk.tree(value, path, sum(map(chars_of, path)) + len(path))
+        opaque, self._opaque = self._opaque, []
+        hidden = {id(leaf): self._hidden_in(held, storages.where) for leaf, held in opaque}
+        if not any(hidden.values()):
+            return tree
+
+        def counted(leaf: Tree) -> Tree:
+            found = hidden.get(id(leaf), 0)
+            return replace(leaf, tensors=found) if isinstance(leaf, OpaqueValue) else leaf
+
+        counted_tree: Tree = map_tree(tree, counted)
+        return counted_tree
+
+    def opaque(self, kind: str, held: object) -> OpaqueValue:
+        """Returns the opaque value of an object, whose hidden tensors are counted at the end."""
+        found = OpaqueValue(kind)
+        self._opaque.append((found, held))
+        return found
+
+    def _hidden_in(self, held: object, where: str) -> int:
+        """Returns the number of tensors in an object that the tree does not show."""
+        seen: set[int] = set()
+        hidden: set[object] = set()
+        left = [held]
+        while left:
+            each = left.pop()
+            if id(each) in seen:
+                continue
+            seen.add(id(each))
+            self.count(1)
+            if isinstance(each, StoredTensor | Storage):
+                hidden.add(_stored_at(where, each))
+            elif isinstance(each, NumpyArray):
+                hidden |= {id(each)} if each.is_numeric else set()
+            elif isinstance(each, Opaque):
+                is_tensor = each.type.startswith(TENSOR) and each.state is None
+                hidden |= {id(each)} if is_tensor else set()
+                left += [each.arguments, each.state, each.items]
+            elif isinstance(each, dict):
+                left += [*each, *each.values()]
+            elif isinstance(each, list | tuple | set | frozenset):
+                left += each
+        return len(hidden - self._placed)
 
     def count(self, values: int) -> None:
         """Counts values that are looked at. Raises HostileError if they are too many."""
@@ -185,7 +237,7 @@ class _Walk:
             return self._object(value, path, chars)
         if isinstance(value, dict):
             if not all(map(_is_key, value)):
-                return OpaqueValue("dict with keys that are not text or numbers")
+                return self.nest.opaque("dict with keys that are not text or numbers", value)
             return self._dict(value.items(), path, chars)
         if isinstance(value, Entries):
             return self._dict(value.items, path, chars)
@@ -214,7 +266,7 @@ class _Walk:
     def _object(self, value: Opaque, path: KeyPath, chars: int) -> Tree:
         parts = None if id(value) in self.open else parts_of(value, self.nest.count)
         if parts is None:
-            return OpaqueValue(value.type)
+            return self.nest.opaque(value.type, value)
         self.open.add(id(value))
         try:
             return self.tree(parts, path, chars)
@@ -250,12 +302,12 @@ class _Walk:
     def _array(self, array: NumpyArray, path: KeyPath) -> Tree:
         dtype = array.dtype
         if dtype is None or array.data is None:
-            return OpaqueValue(repr(array))
+            return self.nest.opaque(repr(array), array)
         piece = Piece(Box.whole(array.shape), 0, array.strides)
         extent = inline(self.storages.file, array.data)
         pieces = PieceTable([StoredPiece(piece, extent)] if piece.box else [])
         name = self.nest.claim(path)
-        return self.nest.place(array, TensorRecord(name, array.shape, dtype, pieces))
+        return self.nest.place(array, TensorRecord(name, array.shape, dtype, pieces), id(array))
 
     def _tensor(self, tensor: StoredTensor, path: KeyPath) -> TensorRef:
         name, storage = self.nest.claim(path), tensor.storage
@@ -271,7 +323,14 @@ class _Walk:
                 f"{self.storages.where}: the storage of {name} has {storage.nbytes} bytes by the "
                 f"pickle, {self.storages.nbytes_of(storage.key)} by the file"
             )
-        return self.nest.place(view, TensorRecord(name, tensor.shape, tensor.dtype, pieces))
+        record = TensorRecord(name, tensor.shape, tensor.dtype, pieces)
+        return self.nest.place(view, record, _stored_at(self.storages.where, storage))
+
+
+def _stored_at(where: str, data: StoredTensor | Storage) -> object:
+    """Returns the identity of a storage: of its bytes in the pickle, or of its record."""
+    storage = data.storage if isinstance(data, StoredTensor) else data
+    return (where, storage.key) if storage.data is None else id(storage.data)
 
 
 def _text(member: object) -> str:

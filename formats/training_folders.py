@@ -81,6 +81,7 @@ _ROWS = (
 )
 
 
+_WEIGHTS_OF_RANK = re.compile(r"pytorch_model_fsdp(_[0-9]+)?_rank[0-9]+\.bin")
 _OF_RANK = re.compile(r"(pytorch_model_fsdp|optimizer)(_[0-9]+)?_rank[0-9]+\.bin")
 
 
@@ -116,6 +117,10 @@ def read(reader: Reader) -> Catalog:
         for entry in entries
         if _OF_RANK.fullmatch(entry)
     ]
+    unread = [name for name in entries if _WEIGHTS_OF_RANK.fullmatch(name)]
+    unread += [
+        name for _, place, name in _found(entries) if place[0] == "custom" and place not in parts
+    ]
     of_deepspeed = ""
     if deepspeed.LATEST[0] in entries:
         try:
@@ -128,7 +133,13 @@ def read(reader: Reader) -> Catalog:
     every = [Part(place, catalog) for place, catalog in parts.items()]
     found = joined("trainer" if is_trainer else "accelerate", every, metadata={})
     notes = [*(note for part in every for note in part.catalog.notes), *notes]
-    return replace(found, notes=tuple(notes), weights=MODEL if (MODEL,) in parts else of_deepspeed)
+    unread += [name for part in every for name in part.catalog.unread]
+    return replace(
+        found,
+        notes=tuple(notes),
+        unread=tuple(unread),
+        weights=MODEL if (MODEL,) in parts else of_deepspeed,
+    )
 
 
 def _found(entries: Sequence[str]) -> Iterator[tuple[_Row, tuple[str, ...], str]]:

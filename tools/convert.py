@@ -51,6 +51,7 @@ class Options:
     prefix: str
     max_shard_bytes: int | None
     overwrite: bool
+    allow_loss: bool
     compress: bool
     dtype: list[Pair] | None
     kind: KindName | None
@@ -106,6 +107,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--overwrite",
         action="store_true",
         help="replace what is at DST; in a bucket, a file or a checkpoint of ckpt's own",
+    )
+    add(
+        "--allow-loss",
+        action="store_true",
+        help="convert also if weights of SRC are left out or change their dtype, and name them; "
+        "without it that is an error, and nothing is written",
     )
     add("--compress", action="store_true", help="zstd; only for ckpt's own format")
     add(
@@ -169,6 +176,7 @@ def run(options: Options) -> int:
             config=options.config,
             max_shard_bytes=options.max_shard_bytes,
             overwrite=options.overwrite,
+            allow_loss=options.allow_loss,
             compress=options.compress,
             dtype=_dtypes(options.dtype),
             kind=options.kind,
@@ -207,8 +215,11 @@ def _summary(options: Options, report: ConvertReport, seconds: float) -> dict[st
         "became_text": report.became_text,
         "not_cast": report.not_cast,
         "beside": report.beside,
+        "lost": report.lost,
+        "tied": report.tied,
         "prefix": report.prefix,
         "model_files": report.model_files,
+        "not_copied": report.not_copied,
         "written": not options.dry_run,
         "verified": options.verify and not options.dry_run,
         "seconds": round(seconds, 3),
@@ -241,6 +252,8 @@ def _lines(options: Options, report: ConvertReport, seconds: float) -> Iterator[
     if plan is not None and plan.excluded:
         names = _shown(plan.excluded)
         yield f"note: {count(len(plan.excluded), 'name')} left out by the mapping: {names}"
+    for line in report.lost:
+        yield f"lost: {printable(line)}"
     if report.left_out:
         yield (
             f"note: {count(len(report.left_out), 'value')} left out, which {report.target_format} "
@@ -260,6 +273,13 @@ def _lines(options: Options, report: ConvertReport, seconds: float) -> Iterator[
     if report.model_files:
         copied = "would be copied" if options.dry_run else "copied"
         yield f"note: {copied} beside the weights: {_shown(report.model_files)}"
+    if report.not_copied:
+        yield f"note: not copied, copy them if they belong: {_shown(report.not_copied)}"
+    if report.tied:
+        yield (
+            f"note: {count(len(report.tied), 'tied name')} stored once, under the other name: "
+            f"{_shown(report.tied)}"
+        )
     if report.model_files == ():
         yield (
             "note: from_pretrained needs a config.json beside the weights; --config FOLDER copies "

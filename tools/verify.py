@@ -114,6 +114,7 @@ def _print(report: Report, most: int | None) -> None:
     for note in report.notes:
         print(f"note: {printable(note)}")
     found = "sound" if report.sound else f"NOT SOUND, {count(len(report.problems), 'problem')}"
+    found += ", but it has no tensors" if report.tensors == 0 and report.sound else ""
     print(f"{place(report.url)}: {found}")
     hashed = f"; {size(report.bytes_checked)} compared" if report.bytes_checked else ""
     print(f"  {report.format}, {count(report.files, 'file')}; checked: {report.checked}{hashed}")

@@ -8,7 +8,10 @@ Rules:
    is there, the one item of a list `models`, or, in a checkpoint without an optimizer, everything.
    An optimizer is a dict with `state` and `param_groups`, as torch's `state_dict()` of an
    optimizer; a checkpoint with several has no one place of it.
-3. A parameter of a mapping that the caller does not give comes from the model's `config.json`: the
+3. A Hugging Face folder gets the state dict of one module, by its own names (`place_of_module`).
+   Two entries that may be the model are an error: `from_pretrained` would not find names below a
+   key of the training's state, and would make random weights.
+4. A parameter of a mapping that the caller does not give comes from the model's `config.json`: the
    one at `config`, or else the one beside the checkpoint, if it is there.
 """
 
@@ -26,7 +29,13 @@ from ckpt.mapping.known import known_mapping
 from ckpt.mapping.parse import read_mapping_file
 from ckpt.mapping.rules import Rule, TensorMapping
 from ckpt.match.selection import Selection, map_selected, selected
-from ckpt.model_files import ModelFiles, config_of, model_files_in, read_model_files
+from ckpt.model_files import (
+    ModelFiles,
+    config_in,
+    model_files_in,
+    read_config,
+    read_model_files,
+)
 from ckpt.sources import Source
 from ckpt.state.saved import Missing, Saved, holds_tensor, nodes_in
 from ckpt.structure import names_of
@@ -65,6 +74,8 @@ class Changes:
     prefix: str = ""
     parameters: Mapping[str, int] | None = None
     config: str | os.PathLike[str] | None = None
+    module: str | None = None
+    """The place that `place_of_module` gave to `select`, if the caller named no part."""
     selection: Selection = field(init=False)
     """The names to include and exclude."""
     mappings: tuple[TensorMapping, ...] = field(init=False)
@@ -94,7 +105,7 @@ class Changes:
         return any((self.include, self.exclude, self.mapping, self.rename))
 
     def check_config_is_used(self) -> None:
-        """Raises ArgumentError for a `config` from which no mapping takes a size (rule 3)."""
+        """Raises ArgumentError for a `config` from which no mapping takes a size (rule 4)."""
         if self.config is not None and not any(mapping.parameters for mapping in self.mappings):
             raise ArgumentError(
                 f"config={without_secrets(os.fspath(self.config))!r} has no effect: no mapping "
@@ -119,7 +130,7 @@ class Changes:
         return found
 
     def parameters_of(self, source: Source) -> tuple[Mapping[str, int], ...]:
-        """Returns the parameters of each mapping (rule 3). The caller's count first."""
+        """Returns the parameters of each mapping (rule 4). The caller's count first."""
         given = self.parameters or {}
         is_complete = all(set(mapping.parameters) <= set(given) for mapping in self.mappings)
         config = {} if is_complete else self._config(source)
@@ -129,15 +140,22 @@ class Changes:
         """Returns the configuration and tokenizer for a new folder (`ckpt.model_files`)."""
         if self.config is not None:
             return read_model_files(self.config)
-        is_model = self.select in (None, "", place_of_model(source.catalog))
-        is_kept = is_model and self.part != "optimizer" and not self.mappings
-        return model_files_in(source.store) if is_kept else {}
+        return (
+            model_files_in(source.store, source.catalog)
+            if self.keeps_model(source)
+            else ModelFiles()
+        )
+
+    def keeps_model(self, source: Source) -> bool:
+        """Whether the result is the source's model, under the names that its files describe."""
+        places = (None, "", place_of_model(source.catalog), self.module)
+        return self.select in places and self.part != "optimizer" and not self.mappings
 
     def _config(self, source: Source) -> Mapping[str, object]:
         """Returns the configuration of the model; empty if there is none."""
         if self.config is not None:
-            return config_of(read_model_files(self.config), os.fspath(self.config))
-        return config_of(model_files_in(source.store), source.store.url)
+            return read_config(self.config)
+        return config_in(source.store)
 
 
 def read_mapping(mapping: MappingName) -> TensorMapping:
@@ -259,6 +277,75 @@ def place_of_model(catalog: Catalog) -> str:
             return key
     several = list(_models(top))
     return several[0] if len(several) == 1 else ""
+
+
+def place_of_module(catalog: Catalog, url: str) -> str:
+    """Returns the key path of the one state dict of a module (rule 3); empty for the whole state.
+
+    Raises ArgumentError if an entry is a model by its key, and others beside it hold weights too.
+    """
+    tree, path, is_named = catalog.tree, "", False
+    while isinstance(tree, dict | list | tuple):
+        entries: Mapping[Key, Tree] = tree if isinstance(tree, dict) else dict(enumerate(tree))
+        held = [
+            key
+            for key, item in entries.items()
+            if not is_of_training(key) and next(weights_in(catalog, item), None) is not None
+        ]
+        models = [key for key in held if _is_model(key, entries[key]) or not isinstance(tree, dict)]
+        if len(held) > 1 and models:
+            named = ", ".join(join(path, key) for key in held[:SHOWN_NAMES])
+            raise ArgumentError(
+                f"{url}: several entries hold weights ({named}), and a Hugging Face folder has "
+                f"one model: name it with select='{join(path, models[0])}', or take everything, "
+                "under its full names, with select=''"
+            )
+        if len(held) != 1 or isinstance(entries[held[0]], TensorRef) or (is_named and not models):
+            return path
+        path, tree, is_named = join(path, held[0]), entries[held[0]], True
+        if isinstance(tree, list | tuple) and held[0] != MODEL_LIST:
+            return path.rpartition(".")[0]
+    return path
+
+
+def _is_model(key: object, item: Tree) -> bool:
+    """Whether an entry is by its key a model, or the list of the models."""
+    is_list = key == MODEL_LIST and isinstance(item, list | tuple)
+    return is_list or (key in MODEL_KEYS and isinstance(item, dict))
+
+
+def weights_in(catalog: Catalog, tree: Tree, path: str = "") -> Iterator[str]:
+    """Yields the names of weights: floats with dimensions that belong to no optimizer."""
+    if isinstance(tree, TensorRef):
+        record = catalog.tensors[tree.name]
+        if record.shape and record.dtype.torch_name.startswith(("float", "bfloat", "complex")):
+            yield path
+    elif isinstance(tree, dict) and not _is_optimizer(tree):
+        for key, item in tree.items():
+            yield from weights_in(catalog, item, join(path, key))
+    elif isinstance(tree, list | tuple):
+        for index, item in enumerate(tree):
+            yield from weights_in(catalog, item, join(path, index))
+
+
+def weights_beside(catalog: Catalog, place: str) -> tuple[str, ...]:
+    """Returns the names of weights that do not lie below a place, nor repeat those there.
+
+    DeepSpeed has a model twice: as it computes, and in the precision of the optimizer.
+    """
+    above = place.rpartition("fp32")[0] if place.endswith("fp32") else "deepspeed."
+    twins = (f"{above}module.", f"{above}fp32.", f"{above}zero.")
+    own = (f"{place}.", *twins)
+    found = weights_in(catalog, catalog.tree)
+    return tuple(name for name in found if not name.startswith(own) and not is_of_training(name))
+
+
+def is_of_training(key: object) -> bool:
+    """Whether a top entry is by its key a state of the training and no model."""
+    return isinstance(key, str) and key.startswith(_OF_TRAINING)
+
+
+_OF_TRAINING = ("optim", "lr_sched", "sched", "scaler", "grad_scaler", "rng", "random", "sampler")
 
 
 def _models(tree: Tree) -> Iterator[str]:

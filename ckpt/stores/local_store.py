@@ -200,6 +200,8 @@ class LocalStore:
             finally:
                 os.close(descriptor)
             self._give_name(part, name, replace)
+            if "/" in name:
+                _flush(part.parent)
             self._files.forget(name)
         finally:
             with suppress(FileNotFoundError):
@@ -258,7 +260,10 @@ class LocalStore:
     def _begin(self, name: str) -> tuple[Path, int]:
         """Creates the `.part` file of a new file; returns its path and a descriptor."""
         self._make_folder()
-        part = self._folder / f".{name}.{secrets.token_hex(4)}{PART_SUFFIX}"
+        target = self._folder / name
+        part = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PART_SUFFIX}")
+        if "/" in name:
+            part.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         try:
             return part, os.open(part, flags, 0o666)

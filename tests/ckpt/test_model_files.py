@@ -19,19 +19,19 @@ CONFIG = {
     "num_key_value_heads": 2,
     "dtype": "float32",
 }
-NAMES = ("config.json", "tokenizer.json", "tokenizer.model")
+NAMES = ("config.json", "tokenizer.json", "README.md", "tokenizer.model")
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A folder of a model with a tokenizer, and a file that is no part of it."""
+    """A folder of a model with a tokenizer and a card."""
     folder = tmp_path / "source"
     folder.mkdir()
     ckpt.convert(_saved(tmp_path / "m.pt"), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer.model").write_bytes(b"pieces")
-    (folder / "README.md").write_text("no part of the model")
+    (folder / "README.md").write_text("the model's card")
     return folder
 
 
@@ -69,8 +69,8 @@ def test_the_configuration_has_the_dtype_of_the_weights(
     assert config_in(tmp_path / "hf") == {key: "bfloat16", "a": 1}
     ckpt.convert(source, tmp_path / "two", to="hf", dtype={"w": "bfloat16", "*": None})
     assert config_in(tmp_path / "two") == {key: "float32", "a": 1}
-    torch.save({"w": torch.ones(3, dtype=torch.bfloat16)}, tmp_path / "half.pt")
-    torch.save({"w": torch.ones(3, dtype=torch.int8)}, tmp_path / "int8.pt")
+    for name, one in (("half", torch.bfloat16), ("int8", torch.int8)):
+        torch.save({n: torch.ones(3, dtype=one) for n in "wv"}, tmp_path / f"{name}.pt")
     for name, expected in (("half", "bfloat16"), ("int8", "float32")):
         ckpt.convert(tmp_path / f"{name}.pt", tmp_path / name, to="hf", config=source)
         assert config_in(tmp_path / name) == {key: expected, "a": 1}
@@ -146,7 +146,7 @@ def test_an_optimizer_gets_no_configuration_of_a_model(tmp_path: Path) -> None:
 def test_the_model_of_a_training_gets_the_files_beside_its_checkpoint(
     tmp_path: Path, changes: Any
 ) -> None:
-    ckpt.save(tmp_path / "run", {"model": {"w": torch.ones(3)}, "ema": torch.ones(3)})
+    ckpt.save(tmp_path / "run", {"model": {"w": torch.ones(3)}, "seen": torch.ones(3).int()})
     (tmp_path / "run" / "config.json").write_text("{}")
     report = ckpt.convert(tmp_path / "run", tmp_path / "hf", to="hf", **changes)
     assert report.model_files == ("config.json",)

@@ -124,7 +124,10 @@ def test_what_numpy_lacks_is_refused_or_named(tmp_path: Path) -> None:
         ckpt.convert(tmp_path / "a.pt", tmp_path / "a.npz")
     assert not (tmp_path / "a.npz").exists()
     report = ckpt.convert(tmp_path / "a.pt", tmp_path / "a.npz", dtype="float32")
-    assert report.left_out == ("step", "tied")
+    assert report.left_out == ("step",)
+    with np.load(tmp_path / "a.npz") as found:
+        assert set(found) == {"w", "tied", "b"}
+        assert np.array_equal(found["tied"], found["w"])
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,23 @@ import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from ckpt.stores.store import open_store
 from formats.catalog import Catalog, TensorRef
-from formats.dtypes import DTYPES, dtype_of_torch
+from formats.dtypes import DTYPES, DType, dtype_of_torch
 from formats.errors import CorruptError, FormatError, UnsupportedError
 from formats.outgoing import Outgoing, OutgoingTensor
-from formats.safetensors_file import DTYPES_KEY, TIED_KEY, left_out, plan, read
-from formats.safetensors_header import build
+from formats.safetensors_file import (
+    DTYPES_KEY,
+    PACKED,
+    TIED_KEY,
+    is_carried,
+    left_out,
+    plan,
+    read,
+)
+from formats.safetensors_header import BITS, build
 from sharding.layout import Box
 from tests.formats.written import write_files
 from tests.selection import examples
@@ -31,11 +39,7 @@ TORCH_DTYPES = {
     for dtype in DTYPES
     if hasattr(torch, dtype.torch_name)  # the youngest 8-bit floats are not in every torch
 }
-LIBRARY_DTYPES = [
-    TORCH_DTYPES[dtype.name]
-    for dtype in DTYPES
-    if dtype.carrier == dtype.name and dtype.name != "F8_E8M0"
-]
+
 
 seeded = settings(
     derandomize=True,
@@ -52,6 +56,23 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torc
     nbytes = prod(shape) * dtype.itemsize
     bits = torch.randint(0, high, (nbytes,), dtype=torch.uint8, generator=generator)
     return bits.view(dtype).reshape(shape)
+
+
+def is_of_the_library(dtype: DType) -> bool:
+    """Whether the installed safetensors writes and reads a dtype."""
+    tensor = random_tensor(TORCH_DTYPES[dtype.name], (2,), seed=0)
+    try:
+        found = safetensors.torch.load(safetensors.torch.save({"w": tensor}))
+        return found["w"].dtype == tensor.dtype
+    except (KeyError, AttributeError, SafetensorError):
+        return False
+
+
+LIBRARY_DTYPES = [
+    TORCH_DTYPES[dtype.name]
+    for dtype in DTYPES
+    if dtype.name in TORCH_DTYPES and dtype.name != PACKED and is_of_the_library(dtype)
+]
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -277,9 +298,31 @@ def test_metadata_of_ours_that_does_not_fit_the_file_is_refused(
     assert str(raised.value).startswith(FILE)
 
 
-@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2"])
-def test_elements_smaller_than_a_byte_are_refused_by_name(tmp_path: Path, dtype: str):
-    header, built = build([("w", dtype, (8,), 4 if dtype == "F4" else 6)], {})
+@pytest.mark.parametrize(
+    "dtype", [dtype for dtype in DTYPES if dtype.name in TORCH_DTYPES], ids=str
+)
+def test_a_dtype_that_the_library_knows_is_one_for_it_and_another_is_called_carried(
+    tmp_path: Path, dtype: DType
+):
+    tensor = random_tensor(TORCH_DTYPES[dtype.name], (2, 4), seed=5)
+    write_to(tmp_path, state_of({"w": tensor}))
+    catalog, data = read_from(tmp_path)
+    assert (catalog.tensors["w"].dtype, catalog.tensors["w"].shape) == (dtype, (2, 4))
+    assert data == {"w": raw(tensor)}
+    if is_of_the_library(dtype):
+        found = safetensors.torch.load_file(tmp_path / FILE)["w"]
+        assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+        assert raw(found) == raw(tensor)
+        assert not is_carried(dtype, (2, 4))
+    elif dtype.name not in BITS and dtype.name != PACKED:
+        assert is_carried(dtype, (2, 4))
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("F4", (2, 1)), ("F6_E2M3", (8,)), ("F6_E3M2", (8,))])
+def test_elements_that_fill_no_whole_bytes_are_refused_by_name(
+    tmp_path: Path, dtype: str, shape: tuple[int, ...]
+):
+    header, built = build([("w", dtype, shape, 1 if dtype == "F4" else 6)], {})
     (tmp_path / FILE).write_bytes(header + bytes(built.data_bytes))
     with pytest.raises(UnsupportedError, match=f"w has dtype {dtype}"):
         read_from(tmp_path)
