@@ -16,7 +16,13 @@ from math import prod
 
 from formats.catalog import Tree
 from formats.deepspeed_files import File, Shapes, opened
-from formats.deepspeed_zero import States, option_groups, other_values
+from formats.deepspeed_zero import (
+    STATES,
+    States,
+    belongs_to_all,
+    option_groups,
+    other_values,
+)
 from formats.errors import CorruptError, HostileError
 from formats.limits import applied, current
 from formats.pickle_records import StoredTensor
@@ -26,6 +32,7 @@ from formats.torch_tree import Nest
 from sharding.layout import row_major
 
 FOLDER = "zero"
+STATE_OF_RANK = STATES[1]
 WEIGHTS = "fp32"
 GROUPS = f"{FOLDER}/optimizer_state.pt"
 THREADS = 16
@@ -80,8 +87,34 @@ def universal_states(
         options = file.items(file.part(), "param_groups")
         found.groups.extend(option_groups(nest, file, options, members))
         found.values.update(other_values(nest, file, file.part()))
+        _add_common_state(nest, file, members, found)
         found.own_steps()
     return found, sizes
+
+
+def _add_common_state(
+    nest: Nest, file: File, members: Sequence[Sequence[str]], found: States
+) -> None:
+    """Adds the state that all parameters of a group share, such as the step.
+
+    Of ZeRO-3 it lies in the optimizer's state of rank 0, by the numbers of the groups. The tensors
+    beside it there are rank 0's partitions, which the files of the parameters have as a whole.
+    """
+    base = file.part().get(STATE_OF_RANK)
+    if not isinstance(base, dict):
+        return
+    groups = [each for each in file.items(base, "param_groups") if isinstance(each, dict)]
+    numbers = [number for group in groups for number in file.items(group, "params")]
+    states = base.get("state")
+    for names, number in zip(members, numbers, strict=False):
+        state = states.get(number) if isinstance(states, dict) and type(number) is int else None
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if not belongs_to_all([value]):
+                continue
+            for name in names:
+                if found.state.get(name) and key not in found.state[name]:
+                    path = ("optimizer", "state", name, key)
+                    found.state[name][key] = nest.tree(value, path, file.archive)
 
 
 def _files(reader: Reader, name: str) -> dict[str, File]:

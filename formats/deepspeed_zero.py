@@ -239,7 +239,7 @@ def _add_group(partitions: _Partitions, number: int, shapes: Shapes, found: Stat
         if lines and rows.is_like(lines, weights):
             for name, tensor in rows.placed(partitions.nest, lines, ("optimizer", "state"), (key,)):
                 found.state[name][str(key)] = tensor
-        elif not _belongs_to_all(values):
+        elif not belongs_to_all(values):
             partitions.keep(found, number, str(key), values)
         else:
             for name in shapes:
@@ -248,7 +248,7 @@ def _add_group(partitions: _Partitions, number: int, shapes: Shapes, found: Stat
                 found.state[name][str(key)] = tree
 
 
-def _belongs_to_all(values: Sequence[object]) -> bool:
+def belongs_to_all(values: Sequence[object]) -> bool:
     """Whether the state of all ranks belongs to all parameters of a group (rule 3)."""
     if all(isinstance(value, StoredTensor) and not value.shape for value in values):
         return True

@@ -321,7 +321,7 @@ def test_a_tensor_that_torch_casts_to_no_dtype_is_an_error(tmp_path: Path) -> No
 def test_every_format_opens(tmp_path: Path, to: str) -> None:
     ckpt.save(tmp_path / "source", state())
     place = tmp_path / FORMATS[to]
-    convert(tmp_path / "source", place, to=to)
+    convert(tmp_path / "source", place, to=to, select="")
     with ckpt.open(place) as checkpoint:
         assert {"model.embed", "model.head", "model.w", "layers.0", "layers.1"} <= set(checkpoint)
         assert torch.equal(checkpoint["model.w"][5:30:7], state()["model"]["w"][5:30:7])

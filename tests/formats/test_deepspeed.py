@@ -81,8 +81,36 @@ def test_without_zero_the_file_is_read_as_it_is() -> None:
     assert torch.equal(found["optimizer"]["state"][0]["exp_avg"], tensor("embed.weight", "exp_avg"))
 
 
-@pytest.mark.parametrize("place", ZERO)
-def test_a_run_goes_on_with_its_optimizer(place: str) -> None:
+def universal_of_stage_3(folder: Path) -> Path:
+    """The Universal checkpoint that DeepSpeed's converter makes of `stage3`.
+
+    The step lies in rank 0's part of the optimizer alone, not beside each parameter.
+    """
+    found, step = ckpt.read(DATA / "stage3"), DATA / "stage3" / "global_step1"
+    shutil.copytree(step, folder, ignore=shutil.ignore_patterns("*optim_states.pt"))
+    for name in TRAINED:
+        (folder / "zero" / name).mkdir(parents=True)
+        state = found["optimizer"]["state"][name]
+        whole = {"fp32": found["fp32"][name], **{key: state[key] for key in STATES[1:]}}
+        for key, tensor in whole.items():
+            torch.save({"param": tensor.clone()}, folder / "zero" / name / f"{key}.pt")
+
+    def change(saved: Any) -> None:
+        of_rank = saved.pop("optimizer_state_dict")
+        saved.clear()
+        saved |= {**of_rank, "param_groups": of_rank["optimizer_state_dict"]["param_groups"]}
+
+    of_rank = step / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    shutil.copy(of_rank, folder / "zero" / "optimizer_state.pt")
+    rewrite(folder / "zero" / "optimizer_state.pt", change)
+    return folder
+
+
+@pytest.mark.parametrize("place", [*ZERO, "universal of stage3"])
+def test_a_run_goes_on_with_its_optimizer(place: str, tmp_path: Path) -> None:
+    folder = DATA / place
+    if place == "universal of stage3":
+        folder, place = universal_of_stage_3(tmp_path / "u"), "stage3"
     model = Model().to(torch.bfloat16 if place == "stage3" else torch.float32).float()
     named = dict(model.named_parameters())
     decayed = [named[name] for name in list(TRAINED)[:2]]
@@ -91,7 +119,7 @@ def test_a_run_goes_on_with_its_optimizer(place: str) -> None:
         [{"params": decayed}, {"params": others, "weight_decay": 0.5}], lr=1.0
     )
     state = {"fp32": model, "optimizer": optimizer}
-    ckpt.load(DATA / place, state, include=["fp32.*", "optimizer*"], dtype="target")
+    ckpt.load(folder, state, include=["fp32.*", "optimizer*"], dtype="target")
     for name in TRAINED:
         assert torch.equal(named[name].detach(), tensor(name))
         held = optimizer.state[named[name]]

@@ -51,5 +51,7 @@ def test_a_universal_checkpoint_has_the_states_of_its_source(written: Path, vari
         for key in make.STATES[1:]:
             ours = found["optimizer"]["state"][name][key]
             assert torch.equal(ours, source["optimizer"]["state"][name][key])
+        steps = (kind["optimizer"]["state"][name]["step"] for kind in (found, source))
+        assert len({float(step) for step in steps}) == 1
     groups = found["optimizer"]["param_groups"]
     assert groups == source["optimizer"]["param_groups"]
