@@ -5,15 +5,11 @@ All other behaviour is the same from the first version of the range to the newes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from inspect import signature
 from typing import Any
 
 import torch
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
 
 
 def current_accelerator() -> torch.device | None:
@@ -52,17 +48,6 @@ def side_by_side(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh | None:
         return root[names]
     except (KeyError, RuntimeError, TypeError):  # from torch, for slices that do not fit
         return None
-
-
-def cut(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """Returns this rank's part of a tensor that all ranks have, without communication.
-
-    `distribute_tensor` of torch 2.6 always sends rank 0's tensor.
-    """
-    if "src_data_rank" in signature(distribute_tensor).parameters:
-        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
-    everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return everywhere.redistribute(mesh, placements)
 
 
 def movable(tensor: torch.Tensor) -> torch.Tensor:

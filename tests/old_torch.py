@@ -12,7 +12,6 @@ import torch
 import torch.distributed.tensor as tensors
 
 from sharding import supported
-from sharding.torch_versions import cut
 
 TORCH_TRAINS_ON_CPU = not supported.is_below(torch.__version__, (2, 10))
 """Whether torch's FSDP2 trains right there, to compare with.
@@ -67,7 +66,9 @@ def distribute_tensor(
 ) -> tensors.DTensor:
     """Torch's, with the argument that it lacks."""
     if src_data_rank is None:
-        return cut(tensor, device_mesh, placements)
+        everywhere = [tensors.Replicate()] * device_mesh.ndim
+        whole = tensors.DTensor.from_local(tensor, device_mesh, everywhere, run_check=False)
+        return whole.redistribute(device_mesh, placements)
     return _distribute(tensor, device_mesh, placements)
 
 

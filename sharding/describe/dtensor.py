@@ -39,13 +39,14 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
-from sharding.errors import LocalShapeError, PartialError, UnknownPlacementError
+from sharding.errors import ArgumentError, LocalShapeError, PartialError, UnknownPlacementError
 from sharding.layout import Layout, Mesh, Placement, Replicate, Shard, StridedShard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 MAX_KNOWN = 1 << 14
@@ -176,6 +177,40 @@ def _of_spec(tensor: DTensor, name: str) -> _Known:
     return known
 
 
+def cut(whole: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """Returns this rank's part of a tensor that all ranks have, without communication.
+
+    The parts are those that `full_tensor()` gathers; see [Note: order of ranks].
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    layout, rank = _layout(spec, "a full tensor"), dist.get_rank()
+    local = torch.empty(layout.local_shape(rank), dtype=whole.dtype, device=whole.device)
+    for piece in layout.pieces(rank):
+        box = tuple(map(slice, piece.box.lo, piece.box.hi))
+        local.as_strided(piece.box.shape, piece.strides, piece.at).copy_(whole[box])
+    meta = TensorMeta(spec.shape, spec.stride, whole.dtype)
+    placed = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+    return DTensor(local, placed, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def check_gathers(device_mesh: DeviceMesh, *orders: Sequence[int]) -> None:
+    """Raises ArgumentError if collectives over a mesh would mix different parts of a tensor.
+
+    Each of `orders` has axes in the order in which they cut; those that replicate come last.
+    """
+    for cuts in orders:
+        try:
+            mesh_of(device_mesh, cuts)
+        except UnknownPlacementError as error:
+            raise ArgumentError(
+                f"{_shown(device_mesh)} has ranks in an order in which collectives mix different "
+                "parts of a tensor, because each process group sorts its ranks; make a mesh whose "
+                "ranks ascend along each axis"
+            ) from error
+
+
 def zeros_placed_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns zeros of `dtype` like `param`: shape, device, strides, placements of a DTensor.
 
@@ -203,7 +238,7 @@ def _known_layout(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placemen
     return layout
 
 
-def _layout(tensor: DTensor, name: str) -> Layout:
+def _layout(tensor: DTensor | DTensorSpec, name: str) -> Layout:
     """Returns the layout for a DTensor's mesh and placements."""
     shape = tuple(tensor.shape)
     placements = tuple(_placement(p, shape, name) for p in tensor.placements)

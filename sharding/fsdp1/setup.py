@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from sharding.describe.dtensor import check_gathers
 from sharding.device_rules import (
     check_one_device,
     compute_device,
@@ -34,6 +35,7 @@ from sharding.engine.unit import UNIT, Unit, UnitPolicy, units_of
 from sharding.fsdp1.strategies import KEEPS_AFTER_FORWARD
 from sharding.materialize import broadcast_states, check_reachable, materialize, own_modules
 from sharding.policies import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from sharding.torch_versions import root_mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ def make_flat_unit(
     own = list(own_modules(module, settings.ignored_modules, inner))
     found, parameters = _found(module, settings)
     buffers = [b for part in own for b in part.buffers(recurse=False)]
+    _check_ranks(parameters, groups)
     compute = compute_device(parameters, given)
     if any(tensor.is_meta for tensor in parameters + buffers):
         real = [p for p in parameters if not p.is_meta]
@@ -91,6 +94,18 @@ def make_flat_unit(
     attach(unit)
     setattr(owner, UNIT, unit)
     return unit
+
+
+def _check_ranks(parameters: Iterable[nn.Parameter], groups: HybridGroups) -> None:
+    """Raises ArgumentError if gathers over tensor parallelism would mix parts of parameters."""
+    for mesh in dict.fromkeys(p.device_mesh for p in parameters if isinstance(p, DTensor)):
+        root, inside = root_mesh(mesh), mesh.mesh_dim_names or ()
+        axes = [
+            axis
+            for axis, name in enumerate(root.mesh_dim_names or ())
+            if name in inside or root.get_group(axis) == groups.shard.group
+        ]
+        check_gathers(root, axes, axes[::-1])
 
 
 def _found(

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from sharding.agreement.ranks import Ranks
 from sharding.describe.describing import describe
+from sharding.describe.dtensor import cut
 from sharding.describe.flat_layouts import slices_of
 from sharding.describe.local_part import check_holds
 from sharding.describe.local_state_dicts import OwnKeys
@@ -41,7 +42,6 @@ from sharding.fsdp1.flat_states import (
 )
 from sharding.reshard.kinds import group_of, group_over
 from sharding.reshard.redistribute import Move, redistribute
-from sharding.torch_versions import cut
 
 
 @dataclass(slots=True)
@@ -198,4 +198,4 @@ def unsharded_as_used(value: torch.Tensor, parameter: Parameter) -> torch.Tensor
     spec = parameter.distributed
     if spec is None:
         return value
-    return cut(value, spec.mesh, spec.placements)
+    return cut(value, spec)

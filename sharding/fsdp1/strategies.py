@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from sharding.describe.dtensor import check_gathers
 from sharding.engine.shard_group import HybridGroups, ShardGroup
 from sharding.errors import ArgumentError
 from sharding.group_references import release_with_groups
@@ -39,6 +40,7 @@ def chosen_groups(
             raise ArgumentError(
                 f"{strategy} takes a device_mesh of {1 + hybrid} dimensions, not of {mesh.ndim}"
             )
+        check_gathers(mesh, range(mesh.ndim)[::-1])
         return (mesh.get_group(1), mesh.get_group(0)) if hybrid else mesh.get_group(0)
     if given is not None:
         if hybrid != isinstance(given, tuple):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from sharding.describe.dtensor import check_gathers
 from sharding.discovery import FreeParameter, borrowed_param_group, free_parameters
 from sharding.engine.chunk_param_group import ChunkParamGroup, MeshGroups
 from sharding.engine.extensions import is_hooked
@@ -86,6 +87,7 @@ def fully_shard(
     # All checks, for every parameter, before any parameter is replaced.
     dims = [_dimension(found, shard_placement_fn) for found in taken]
     entries = list(map(partial(_sharded, placing, offload), taken, dims))
+    _check_ranks(mesh, entries)
     borrowed = list(dict.fromkeys(b for b in map(borrowed_param_group, free) if b is not None))
     alike: dict[tuple[torch.dtype, bool], list[Parameter]] = {}
     for found, entry in zip(taken, entries, strict=True):
@@ -113,6 +115,15 @@ def _check_order(unit: Unit, check: OrderCheck | None) -> None:
     """Checks the root's order of units, if the debug level asks for it."""
     if unit.is_root:
         runtime_of(unit).order_check = check
+
+
+def _check_ranks(mesh: DeviceMesh, entries: Iterable[Parameter]) -> None:
+    """Raises ArgumentError for a mesh over which gathers or reductions would mix parts."""
+    check_gathers(mesh, range(mesh.ndim)[::-1])
+    meshes = dict.fromkeys(entry.sharded.device_mesh for entry in entries)  # type: ignore[attr-defined]
+    for each in meshes:
+        if each.ndim > mesh.ndim:  # tensor parallelism cuts first
+            check_gathers(each, range(each.ndim), range(each.ndim)[::-1])
 
 
 def _dimension(found: FreeParameter, placement_fn: PlacementFunction | None) -> int:

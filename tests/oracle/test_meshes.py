@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import ckpt
 import ckpt.sharding
 from sharding.describe.dtensor import describe
-from sharding.errors import LocalShapeError, UnknownPlacementError
+from sharding.errors import ArgumentError, LocalShapeError, UnknownPlacementError
 from sharding.layout import Mesh
 from tests.old_torch import FSDP2_RUNS_ON_CPU
 from tests.oracle.meshes import MESHES, mesh_named
@@ -209,3 +210,78 @@ def test_a_module_sharded_over_any_mesh_has_the_weights_that_it_computes_with(
         pytest.skip("the FSDP2 of torch 2.6 does not run on a CPU")
     for misfits in clusters(4).run(check_module, how, name, str(tmp_path)):
         assert not misfits
+
+
+class Times(nn.Module):
+    """A matrix, of which tensor parallelism may have cut a dimension."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        return inputs @ (weight.full_tensor() if isinstance(weight, DTensor) else weight)
+
+
+def over_tensor_parallelism(how: str, mesh: DeviceMesh, whole: torch.Tensor, dim: int) -> nn.Module:
+    """A matrix that the last axis cuts along a dimension, sharded over the first axis."""
+    model = Times(distribute_tensor(whole, mesh["b"], [Shard(dim)]))
+    if how == "torch FSDP2":
+        return fully_shard(model, mesh=mesh["a"])
+    if how == "FSDP2":
+        return ckpt.sharding.fully_shard(model, mesh=mesh["a"])
+    return ckpt.sharding.FullyShardedDataParallel(
+        model, device_mesh=mesh["a"], use_orig_params=True
+    )
+
+
+def check_tensor_parallel(how: str, name: str, folder: str) -> None:
+    mesh = mesh_named(name)
+    assert mesh is not None
+    whole, eye = numbers((8, 8)), torch.eye(8)
+    if dist.get_rank() == 0:
+        ckpt.save(f"{folder}/plain", {"weight": -whole}, group="self")
+    dist.barrier()
+    for dim in (0, 1):
+        model = over_tensor_parallelism(how, mesh, whole, dim)
+        ckpt.save(f"{folder}/saved-{dim}", model)
+        assert torch.equal(ckpt.read(f"{folder}/saved-{dim}")["weight"], whole)
+        ckpt.load(f"{folder}/plain", model)
+        assert torch.equal(model(eye), -whole)
+        if how == "FSDP1":
+            model.load_state_dict({"weight": whole})
+            assert torch.equal(model(eye), whole)
+            model.set_state_dict_type(model, ckpt.sharding.StateDictType.SHARDED_STATE_DICT)
+            assert torch.equal(model.state_dict()["weight"].full_tensor(), whole)
+
+
+@pytest.mark.parametrize("how", ["FSDP1", "FSDP2", "torch FSDP2"])
+@pytest.mark.parametrize("name", ["32-10", thorough("10-32"), thorough("02-13")])
+def test_shards_over_tensor_parallelism_in_any_order_are_those_that_torch_gathers(
+    clusters: Callable[[int], Any], tmp_path: Path, how: str, name: str
+) -> None:
+    if how == "torch FSDP2" and not FSDP2_RUNS_ON_CPU:
+        pytest.skip("the FSDP2 of torch 2.6 does not run on a CPU")
+    clusters(4).run(check_tensor_parallel, how, name, str(tmp_path))
+
+
+def check_refused(how: str, name: str, is_parallel: bool) -> None:
+    mesh = mesh_named(name)
+    assert mesh is not None
+    true = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
+    make = partial(sharded, how, mesh, true)
+    if is_parallel:
+        make = partial(over_tensor_parallelism, how, mesh, numbers((8, 8)), 0)
+    with pytest.raises(ArgumentError, match="collectives mix different parts of a tensor"):
+        make()
+
+
+@pytest.mark.parametrize("how", ["FSDP1", "FSDP2"])
+@pytest.mark.parametrize(
+    ("name", "is_parallel"), [("01-32", False), ("03-21", False), ("01-32", True), ("03-12", True)]
+)
+def test_a_mesh_over_which_collectives_mix_parts_is_refused(
+    clusters: Callable[[int], Any], how: str, name: str, is_parallel: bool
+) -> None:
+    clusters(4).run(check_refused, how, name, is_parallel)

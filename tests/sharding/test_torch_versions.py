@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from sharding import fully_shard
-from sharding.torch_versions import current_accelerator, cut, root_mesh, side_by_side
+from sharding.torch_versions import current_accelerator, root_mesh, side_by_side
 
 
 def test_a_machine_without_an_accelerator_has_none_whatever_torch_was_built_for() -> None:
@@ -33,20 +33,6 @@ def slices_of_a_mesh() -> None:
 
 def test_slices_are_joined_where_they_are_of_one_mesh(clusters: Callable) -> None:
     clusters(4).run(slices_of_a_mesh)
-
-
-def cut_alike() -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
-    whole = torch.arange(30.0).reshape(5, 6)
-    for placements in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Shard(1)]):
-        found = cut(whole, mesh, placements)
-        assert isinstance(found, DTensor)
-        assert list(found.placements) == placements
-        assert torch.equal(found.full_tensor(), whole)
-
-
-def test_a_tensor_that_all_ranks_have_is_cut_without_communication(clusters: Callable) -> None:
-    clusters(4).run(cut_alike)
 
 
 def strange_mesh() -> None:
