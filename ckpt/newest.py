@@ -4,9 +4,11 @@ Rules:
 
 1. Only folders with a manifest count, that is, ckpt's own format. An unfinished save leaves no
    manifest, and other formats do not tell when they are complete.
-2. The newest checkpoint is the one committed last, by the time in its manifest, which a copy of the
-   folder keeps. Checkpoints of the same second are ordered by name, with numbers by value. A run
+2. The newest checkpoint is the one saved last. Checkpoints of a run have the order in which the
+   run saved them, by a counter in their manifests: a clock that steps back changes nothing. A run
    that went back to step 100 thus continues from its own step 200, not from the abandoned step 300.
+   Other checkpoints are ordered by the time in their manifests, which a copy of the folder keeps;
+   those of the same second by name, with numbers by value.
 3. A warning names each committed checkpoint that is skipped, and each folder that this process may
    not read.
 """
@@ -14,12 +16,15 @@ Rules:
 from __future__ import annotations
 
 import errno
+import heapq
 import json
 import os
 import re
-from collections.abc import Mapping
-from time import gmtime, strftime
-from typing import NamedTuple
+from calendar import timegm
+from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
+from time import gmtime, strftime, strptime
+from typing import NamedTuple, TypeVar
 from warnings import warn
 
 from ckpt.display import natural
@@ -47,6 +52,65 @@ UNREADABLE = "unreadable"
 """The kind of a place that the process may not read, or that is a link to itself."""
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+BEGAN, ORDER = "began", "order"
+"""Keys of a run's metadata: the begin of the save in seconds since 1970, and `EPOCH.NUMBER`, the
+number of the run's start and that of the save in it."""
+_SECONDS = re.compile(r"\d{1,12}\.\d{6}")
+_ORDER = re.compile(r"(\d{1,18})\.(\d{1,18})")
+
+T = TypeVar("T")
+
+
+class Age(NamedTuple):
+    """When a checkpoint was saved."""
+
+    time: float
+    """By a clock, in seconds since 1970."""
+    order: tuple[int, int] | None
+    """Epoch and number of the save in its run; None if no run with a counter saved it."""
+    name: str
+    """The name of its folder."""
+
+
+def newest_first(found: Iterable[T], age: Callable[[T], Age]) -> list[T]:
+    """Returns checkpoints of one folder, the newest first.
+
+    Those with a counter are in its order; equal ones stay as they were given. Beside those without,
+    each counts as saved at the latest time that it or an earlier one of its run has: a clock that
+    stepped back makes none of them old.
+
+    >>> back = [Age(9.0, (1, 1), "step-1"), Age(5.0, (1, 2), "step-2"), Age(7.0, None, "mine")]
+    >>> [one.name for one in newest_first(back, lambda one: one)]
+    ['step-2', 'step-1', 'mine']
+    """
+    counted: list[tuple[tuple[int, int], float, T]] = []
+    others: list[tuple[tuple[float, object], T]] = []
+    for one in found:
+        time, order, name = age(one)
+        if order is None:
+            others.append(((time, natural(name)), one))
+        else:
+            counted.append((order, time, one))
+    counted.sort(key=lambda row: row[0], reverse=True)
+    times = list(accumulate((time for _, time, _ in reversed(counted)), max))
+    ordered = [
+        ((time, natural(age(one).name)), one)
+        for time, (_, _, one) in zip(reversed(times), counted, strict=True)
+    ]
+    others.sort(key=lambda row: row[0], reverse=True)
+    merged = heapq.merge(ordered, others, key=lambda row: row[0], reverse=True)
+    return [one for _, one in merged]
+
+
+def order_of(text: str) -> tuple[int, int] | None:
+    """Returns the order in a manifest's text; None if it is not valid."""
+    found = _ORDER.fullmatch(text)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def seconds_of(text: str) -> float:
+    """Returns the time in a manifest's text, in seconds since 1970; 0 if it is not valid."""
+    return float(text) if _SECONDS.fullmatch(text) else 0.0
 
 
 class Committed(NamedTuple):
@@ -60,9 +124,17 @@ class Committed(NamedTuple):
     """The metadata of its manifest: the writer's and the user's."""
 
     @property
-    def age_key(self) -> tuple[str, object]:
-        """A sort key that is larger for a newer checkpoint."""
-        return self.time, natural(self.name)
+    def age(self) -> Age:
+        """When its save began, if a run saved it; else the time of its commit."""
+        seconds = seconds_of(self.metadata.get(BEGAN, "")) or _seconds(self.time)
+        return Age(seconds, order_of(self.metadata.get(ORDER, "")), self.name)
+
+
+def _seconds(time: str) -> float:
+    try:
+        return float(timegm(strptime(time, _TIME_FORMAT)))
+    except ValueError:
+        return 0.0
 
 
 def latest(
@@ -134,11 +206,7 @@ def _looked_into(
     with open_store(folder, options) as store, Pool(WORKERS, "ckpt-list") as pool:
         names = store.folders()
         found = list(pool.map(lambda name: _committed(store, name), names))
-    known = sorted(
-        (one for one in found if isinstance(one, Committed)),
-        key=lambda one: one.age_key,
-        reverse=True,
-    )
+    known = newest_first((one for one in found if isinstance(one, Committed)), lambda one: one.age)
     pairs = zip(names, found, strict=True)
     return known, {name: error for name, error in pairs if isinstance(error, OSError)}
 

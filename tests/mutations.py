@@ -661,8 +661,8 @@ MUTATIONS = (
     ),
     Mutation(
         "run: the newest checkpoint stays",
-        "newest_first[: keep.last or 1]",
-        "newest_first[: keep.last or 0]",
+        "newest[: keep.last or 1]",
+        "newest[: keep.last or 0]",
         "run/retention",
     ),
     Mutation(
@@ -673,15 +673,27 @@ MUTATIONS = (
     ),
     Mutation(
         "run: of equally good checkpoints the newest is the best",
-        "    newest_first = sorted(known, key=lambda one: one.age_key, reverse=True)",
-        "    newest_first = sorted(known, key=lambda one: one.age_key)",
+        "sorted(newest_steps(known), key",
+        "sorted(newest_steps(known)[::-1], key",
         "run/retention",
     ),
     Mutation(
         "run: a damaged checkpoint takes no place",
-        "    steps = [one for one in steps if not one.is_damaged]\n    newest_first",
-        "    newest_first",
+        "    steps = [one for one in steps if not one.is_damaged]\n    newest",
+        "    newest",
         "run/retention",
+    ),
+    Mutation(
+        "run: the counter decides, not the clock",
+        "    counted.sort(key=lambda row: row[0], reverse=True)",
+        "    counted.sort(key=lambda row: row[1], reverse=True)",
+        "run/retention",
+    ),
+    Mutation(
+        "run: a start is after all that it found",
+        "self.epoch = 1 + max(",
+        "self.epoch = max(",
+        "run/checkpointer",
     ),
     Mutation(
         "run: a step whose save failed can be saved again",

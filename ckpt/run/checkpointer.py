@@ -24,14 +24,13 @@ from ckpt.loading import load_first
 from ckpt.run.exchange import RunRanks
 from ckpt.run.failures import Failures, OnFailure
 from ckpt.run.history import (
-    BEGAN,
     END_OF_STEPS,
     METRICS,
     PROVENANCE,
     STEP,
+    RunCounter,
     checked_step,
     metrics_text,
-    now_text,
 )
 from ckpt.run.local_tier import LocalOptions, LocalTier, local_options
 from ckpt.run.memory_tier import Memory, MemoryTier
@@ -161,20 +160,20 @@ class Checkpointer:
 
     def _meet(self, arguments: str, options: LocalOptions | None, memory: Memory | None) -> None:
         """Opens the tiers, and looks for the steps in them. All ranks call this."""
-        self._provenance, self._newest_before, places = self._ranks.introduce(
+        self._provenance, steps, places = self._ranks.introduce(
             arguments, options.folder if options else ""
         )
         if options is not None:
             self._local = self._ranks.local_tier(options, places)
-            for one in self._ranks.local_steps(self._local.steps):
-                self._newest_before = max(self._newest_before or 0, one.step)
+            steps += self._ranks.local_steps(self._local.steps)
             if self._ranks.global_rank == min(self._local.host):
                 self._local.remove_left_overs()
         if memory is not None:
             how = self._arguments
             self._memory = self._ranks.memory_tier(memory, how.group, how.timeout, self._failures)
-            for one, _ in self._ranks.memory_steps(self._memory):
-                self._newest_before = max(self._newest_before or 0, one.step)
+            steps += [one for one, _ in self._ranks.memory_steps(self._memory)]
+        self._newest_before = max((one.step for one in steps), default=None)
+        self._counter = RunCounter(steps)
 
     @property
     def failures(self) -> int:
@@ -235,18 +234,17 @@ class Checkpointer:
                 f"call restore(state, step=...)"
             )
         text = metrics_text(metrics or {})
-        began = now_text()
         if tier is not None:
             is_saving = saves.is_in_run_folder and saves.is_under_way
-            agreed = self._ranks.agree_on_local(step, is_saving)
-            tier, began = (None, began) if agreed is None else (tier, agreed)
+            tier = tier if self._ranks.can_save_locally(step, is_saving) else None
         if not is_due and tier is None and memory is None:
             return False
         if is_due or tier is not None:
             saves.settle()
         self._check_place(step)
         saves.last_step = step
-        metadata = {STEP: str(step), METRICS: text, PROVENANCE: self._provenance, BEGAN: began}
+        metadata = {STEP: str(step), METRICS: text, PROVENANCE: self._provenance}
+        metadata |= self._counter.next()
         how = self._arguments
         metadata = {**how.metadata, **metadata}
         in_memory = memory is not None and memory.save(step, state, metadata, how.blocking)

@@ -11,18 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckpt.newest import newest_first, order_of, seconds_of
 from ckpt.run.failures import Failures
-from ckpt.run.history import (
-    check_no_foreign_steps,
-    folder_name,
-    now_text,
-    run_steps,
-    seconds_of,
-)
+from ckpt.run.history import check_no_foreign_steps, folder_name, run_steps
 from ckpt.run.local_tier import LocalOptions, LocalTier
 from ckpt.run.memory_tier import Memory, MemoryTier, opened
 from ckpt.run.provenance import host_name, machine, provenance
-from ckpt.run.retention import RunStep
+from ckpt.run.retention import RunStep, newest_steps
 from ckpt.stores.store import Options, join_url
 from sharding.agreement.ranks import Ranks
 from sharding.errors import ArgumentError
@@ -90,8 +85,8 @@ class RunRanks:
         with self._ranks.call(CALL):
             return tier.steps(self._ranks)
 
-    def introduce(self, arguments: str, folder: str) -> tuple[str, int | None, list[str]]:
-        """Returns the provenance for manifests, the run's newest step, and all ranks' places.
+    def introduce(self, arguments: str, folder: str) -> tuple[str, list[RunStep], list[str]]:
+        """Returns the provenance for manifests, the run's steps, newest first, and ranks' places.
 
         Ranks of one host with the same local `folder` have equal places.
 
@@ -104,21 +99,21 @@ class RunRanks:
             rows = [json.loads(record) for record in records]
             others = [rank for rank, row in enumerate(rows) if row[1] != arguments]
             steps = run_steps(self.url, storage_options=self._options)
-            newest = steps[0].step if steps else None
-            if newest is None:
+            if not steps:
                 check_no_foreign_steps(self.url, self._options)
             told = provenance([row[0] for row in rows])
-            return json.dumps([others, told, newest, [row[2] for row in rows]]).encode()
+            known = [_row(one) for one in steps]
+            return json.dumps([others, told, known, [row[2] for row in rows]]).encode()
 
         place = f"{host_name()} {machine()} {folder}"
         record = [host_name(), arguments, place if folder else ""]
-        others, text, newest, places = self._joined("comparing arguments", lambda: record, join)
+        others, text, steps, places = self._joined("comparing arguments", lambda: record, join)
         if others:
             raise ArgumentError(
                 f"{self.url}: rank {others[0]} made its Checkpointer with other arguments than "
                 "rank 0; make all of them alike"
             )
-        return text, newest, places
+        return text, [_of_row(row) for row in steps], places
 
     def agree_on_step(
         self,
@@ -147,8 +142,8 @@ class RunRanks:
         _check_same_step(others)
         return StepAgreement(*agreed)
 
-    def agree_on_local(self, step: int, is_saving: bool) -> str | None:
-        """Returns the begin of a local save, by rank 0's clock; None if any rank is saving.
+    def can_save_locally(self, step: int, is_saving: bool) -> bool:
+        """Returns whether no rank is saving.
 
         Raises ArgumentError if a rank is at another step than rank 0.
         """
@@ -156,15 +151,15 @@ class RunRanks:
         def join(records: Sequence[bytes]) -> bytes:
             rows = [json.loads(record) for record in records]
             others = [[rank, row[0]] for rank, row in enumerate(rows) if row[0] != step]
-            return json.dumps([others, any(row[1] for row in rows), now_text()]).encode()
+            return json.dumps([others, any(row[1] for row in rows)]).encode()
 
         record = [step, is_saving]
-        others, saving, began = self._joined("agreeing on a local step", lambda: record, join)
+        others, saving = self._joined("agreeing on a local step", lambda: record, join)
         _check_same_step(others)
-        return None if saving else str(began)
+        return not saving
 
-    def local_steps(self, own: Callable[[], list[tuple[str, int]]]) -> list[RunStep]:
-        """Returns the steps that all ranks have, newest first by the begin of their saves.
+    def local_steps(self, own: Callable[[], list[tuple[str, str, int]]]) -> list[RunStep]:
+        """Returns the steps that all ranks have, newest first.
 
         `own` returns those of this rank. If it raises on one rank, all ranks raise.
         """
@@ -174,23 +169,20 @@ class RunRanks:
             return json.dumps(sorted(first.intersection(*others))).encode()
 
         rows = self._joined("comparing local steps", own, join)
-        steps = [RunStep(step, folder_name(step), seconds_of(began)) for began, step in rows]
-        return sorted(steps, key=lambda one: one.age_key, reverse=True)
+        return newest_steps(
+            RunStep(step, folder_name(step), seconds_of(began), order=order_of(order))
+            for began, order, step in rows
+        )
 
     def steps(self) -> list[RunStep]:
         """Returns the committed checkpoints that rank 0 sees, newest first, without `program`."""
 
         def listed(records: Sequence[bytes]) -> bytes:
             found = run_steps(self.url, storage_options=self._options)
-            return json.dumps(
-                [[one.step, one.name, one.time, dict(one.metrics), one.is_damaged] for one in found]
-            ).encode()
+            return json.dumps([_row(one) for one in found]).encode()
 
         rows = self._joined("listing the checkpoints of the run", lambda: None, listed)
-        return [
-            RunStep(step, name, time, metrics, is_damaged=is_damaged)
-            for step, name, time, metrics, is_damaged in rows
-        ]
+        return [_of_row(row) for row in rows]
 
     def place(self, step: int) -> str:
         """Returns the folder of a step of the run."""
@@ -204,7 +196,7 @@ class RunRanks:
         near = [] if tier is None else self.local_steps(tier.steps)
         found += [(one, tier.place(one.step)) for one in near if tier is not None]
         found += [(one, self.place(one.step)) for one in self.steps()]
-        found.sort(key=lambda one: one[0].age_key, reverse=True)
+        found = newest_first(found, lambda one: one[0].age)
         places = [(place, one.step) for one, place in found if step in (None, one.step)]
         return places if places or step is None else [(self.place(step), step)]
 
@@ -223,6 +215,16 @@ class RunRanks:
             data = json.dumps(record()).encode()
             answer: list[Any] = json.loads(self._ranks.joined(stage, data, join))
         return answer
+
+
+def _row(one: RunStep) -> list[object]:
+    return [one.step, one.name, one.time, one.order, dict(one.metrics), one.is_damaged]
+
+
+def _of_row(row: Sequence[Any]) -> RunStep:
+    step, name, time, order, metrics, is_damaged = row
+    counted = None if order is None else (int(order[0]), int(order[1]))
+    return RunStep(step, name, time, metrics, is_damaged=is_damaged, order=counted)
 
 
 def _check_same_step(others: Sequence[tuple[int, int]]) -> None:

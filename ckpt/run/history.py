@@ -18,28 +18,25 @@ import operator
 import os
 import re
 import time
-from calendar import timegm
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from ckpt.errors import ExistsError
-from ckpt.newest import Committed, committed
-from ckpt.run.retention import RunStep
+from ckpt.newest import BEGAN, ORDER, Committed, committed
+from ckpt.run.retention import RunStep, newest_steps
 from ckpt.stores.store import Options, open_store
 from formats.folders import folder_format
 from sharding.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["RunStep", "run_steps"]
 
-STEP, METRICS, PROVENANCE, BEGAN = "step", "metrics", "run", "began"
-"""Keys of the metadata in a manifest."""
+STEP, METRICS, PROVENANCE = "step", "metrics", "run"
+"""Keys of the metadata in a manifest, beside BEGAN and ORDER."""
 _FOLDER = re.compile(r"step-(\d{1,18})")
 END_OF_STEPS = 10**18
 """The first step that is too large for the name of a folder."""
-_SECONDS = re.compile(r"\d{1,12}\.\d{6}")
 MOST = 1 << 1000
 """Larger integers cannot be metrics: they exceed all floats."""
-_TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
 
 def folder_name(step: int) -> str:
@@ -90,8 +87,7 @@ def run_steps(url: str | os.PathLike[str], *, storage_options: Options = None) -
         found = committed(url, storage_options)
     except FileNotFoundError:
         return []
-    steps = [step for one in found if (step := run_step(one)) is not None]
-    return sorted(steps, key=lambda one: one.age_key, reverse=True)
+    return newest_steps(step for one in found if (step := run_step(one)) is not None)
 
 
 def check_no_foreign_steps(url: str, options: Options) -> None:
@@ -114,28 +110,33 @@ def run_step(found: Committed) -> RunStep | None:
         return None
     said = found.metadata
     metrics, program = metrics_of(said), program_of(said)
-    return RunStep(step, found.name, _began(found), metrics, program, is_damaged=not said)
+    age = found.age
+    return RunStep(step, found.name, age.time, metrics, program, not said, age.order)
 
 
-def _began(found: Committed) -> float:
-    """Returns the begin of the save; the time of the commit if no run saved the checkpoint."""
-    seconds = seconds_of(found.metadata.get(BEGAN, ""))
-    if seconds:
-        return seconds
-    try:
-        return float(timegm(time.strptime(found.time, _TIME_FORMAT)))
-    except ValueError:
-        return 0.0
+class RunCounter:
+    """The order of the saves of one start of a run, which no clock decides.
 
+    The epoch of a start is above those of all checkpoints that it found. The begin of a save, by
+    the clock, is after that of every save before it, so that programs that know no counter order
+    them alike.
 
-def now_text() -> str:
-    """Returns the present time in the form of manifests."""
-    return f"{time.time():.6f}"
+    >>> counter = RunCounter([RunStep(7, "step-7", time=4e9, order=(2, 5))])
+    >>> [text for _ in range(2) for text in counter.next().values()]
+    ['3.1', '4000000000.000001', '3.2', '4000000000.000002']
+    """
 
+    def __init__(self, before: Iterable[RunStep]) -> None:
+        known = list(before)
+        self.epoch = 1 + max((one.order[0] for one in known if one.order is not None), default=0)
+        self._number = 0
+        self._began = max((one.time for one in known), default=0.0)
 
-def seconds_of(text: str) -> float:
-    """Returns the time in a manifest's text, in seconds since 1970; 0 if it is not valid."""
-    return float(text) if _SECONDS.fullmatch(text) else 0.0
+    def next(self) -> dict[str, str]:
+        """Returns the metadata of the next save that tells its order."""
+        self._number += 1
+        self._began = max(time.time(), self._began + 1e-6)
+        return {ORDER: f"{self.epoch}.{self._number}", BEGAN: f"{self._began:.6f}"}
 
 
 def metrics_of(metadata: Mapping[str, str]) -> dict[str, float]:

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 from ckpt.collecting import gc
 from ckpt.errors import CkptError
-from ckpt.newest import committed
-from ckpt.run.history import BEGAN, folder_name, step_of
+from ckpt.newest import BEGAN, ORDER, committed
+from ckpt.run.history import folder_name, step_of
 from ckpt.run.retention import Keep
 from ckpt.stores.store import join_url, local_path, one_spelling
 from sharding.errors import ArgumentError
@@ -103,8 +103,8 @@ class LocalTier:
         """The metadata about the hosts for manifests."""
         return {HOSTS: json.dumps({"run": without_secrets(self.run), "ranks": self.hosts})}
 
-    def steps(self) -> list[tuple[str, int]]:
-        """Returns this host's steps of this run and these hosts, with the begins of their saves.
+    def steps(self) -> list[tuple[str, str, int]]:
+        """Returns this host's steps of this run and these hosts, each after its begin and order.
 
         Raises ArgumentError if the folder has steps of another run.
         """
@@ -117,10 +117,11 @@ class LocalTier:
             step = step_of(one.name)
             if step is None or not one.metadata:
                 continue
-            said = one.metadata.get(HOSTS, "")
-            self._check_own(one.name, said)
-            if said == mine:
-                steps.append((one.metadata.get(BEGAN, ""), step))
+            hosts = one.metadata.get(HOSTS, "")
+            self._check_own(one.name, hosts)
+            if hosts == mine:
+                began, order = (one.metadata.get(key, "") for key in (BEGAN, ORDER))
+                steps.append((began, order, step))
         return steps
 
     def remove_left_overs(self) -> None:

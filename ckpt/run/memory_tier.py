@@ -44,8 +44,9 @@ from ckpt.live.protocol import (
     versions_of,
 )
 from ckpt.live.publish import LiveState
+from ckpt.newest import BEGAN, ORDER, order_of, seconds_of
 from ckpt.run.failures import Failures
-from ckpt.run.history import BEGAN, STEP, folder_name, seconds_of
+from ckpt.run.history import STEP, folder_name
 from ckpt.run.retention import RunStep
 from sharding.agreement.ranks import Ranks
 from sharding.errors import ArgumentError
@@ -112,8 +113,9 @@ class Found:
     @property
     def step(self) -> RunStep:
         """The version as a step of the run."""
-        step, began = int(str(self.info[STEP])), str(self.info[BEGAN])
-        return RunStep(step, folder_name(step), seconds_of(began))
+        step, began = int(str(self.info[STEP])), seconds_of(str(self.info[BEGAN]))
+        order = order_of(str(self.info.get(ORDER, "")))
+        return RunStep(step, folder_name(step), began, order=order)
 
 
 Told = Sequence[tuple[Address, Mapping[int, VersionInfo]]]
@@ -239,7 +241,8 @@ class MemoryTier:
         try:
             if self._has_failed:
                 self._open_again()
-            info = {STEP: str(step), BEGAN: metadata[BEGAN], TOKEN: self._live.hosts.token}
+            age = {key: metadata[key] for key in (STEP, BEGAN, ORDER)}
+            info = {**age, TOKEN: self._live.hosts.token}
             self._handle = self._live.updated(state, self._newest, metadata, info)
         except Exception as error:
             self._failed(error)

@@ -4,8 +4,9 @@ Rules:
 
 1. A checkpoint stays if one rule of the policy asks for it. A policy without rules keeps all.
 2. The newest checkpoint always stays.
-3. Newest means saved last, not the highest step: a run that goes back to step 100 continues
-   from its own step 200, not from the step 300 that it gave up.
+3. Newest means saved last, by the counter of the run, not the highest step: a run that goes back to
+   step 100 continues from its own step 200, not from the step 300 that it gave up. A clock decides
+   only between checkpoints without a counter, and which are `younger_than`.
 4. If several checkpoints are equally good, the newest counts as the best. A checkpoint without the
    metric, or with a metric that is NaN, is never the best.
 5. A damaged checkpoint does not count for any rule, and is not removed.
@@ -14,10 +15,11 @@ Rules:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ckpt.newest import Age, newest_first
 from ckpt.run.schedule import check_seconds
 from sharding.errors import ArgumentError
 
@@ -83,19 +85,25 @@ class RunStep:
     """`command`, `git` (a revision, with `+` if files differ), `python`, `torch`, `hosts`."""
     is_damaged: bool = False
     """Whether its manifest cannot be read."""
+    order: tuple[int, int] | None = None
+    """The number of the run's start, and that of the save in it; None if no counter tells."""
 
     @property
-    def age_key(self) -> tuple[float, int]:
-        """A sort key: larger for a newer checkpoint."""
-        return self.time, self.step
+    def age(self) -> Age:
+        """When it was saved."""
+        return Age(self.time, self.order, self.name)
+
+
+def newest_steps(steps: Iterable[RunStep]) -> list[RunStep]:
+    """Returns the checkpoints, those saved last first (rule 3)."""
+    return newest_first(steps, lambda one: one.age)
 
 
 def best_first(steps: Sequence[RunStep], metric: str, mode: Mode) -> list[RunStep]:
     """Returns the checkpoints that have the metric, the best one first (rule 4)."""
     sign = 1.0 if mode == "min" else -1.0
     known = [one for one in steps if not math.isnan(one.metrics.get(metric, math.nan))]
-    newest_first = sorted(known, key=lambda one: one.age_key, reverse=True)
-    return sorted(newest_first, key=lambda one: sign * one.metrics[metric])
+    return sorted(newest_steps(known), key=lambda one: sign * one.metrics[metric])
 
 
 def removable(steps: Sequence[RunStep], keep: Keep, now: float) -> list[RunStep]:
@@ -106,12 +114,12 @@ def removable(steps: Sequence[RunStep], keep: Keep, now: float) -> list[RunStep]
     if keep.keeps_all:
         return []
     steps = [one for one in steps if not one.is_damaged]
-    newest_first = sorted(steps, key=lambda one: one.age_key, reverse=True)
-    kept = {one.name for one in newest_first[: keep.last or 1]}
+    newest = newest_steps(steps)
+    kept = {one.name for one in newest[: keep.last or 1]}
     if keep.every is not None:
         kept |= {one.name for one in steps if one.step % keep.every == 0}
     if keep.younger_than is not None:
         kept |= {one.name for one in steps if now - one.time < keep.younger_than}
     if keep.best is not None and keep.metric is not None:
         kept |= {one.name for one in best_first(steps, keep.metric, keep.mode)[: keep.best]}
-    return [one for one in newest_first if one.name not in kept]
+    return [one for one in newest if one.name not in kept]

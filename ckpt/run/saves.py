@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 
 from ckpt.background.save_handle import SaveHandle
 from ckpt.background.staging import When
+from ckpt.newest import BEGAN, ORDER
 from ckpt.run.exchange import RunRanks
 from ckpt.run.failures import Failures
-from ckpt.run.history import BEGAN, METRICS, PROVENANCE, STEP
+from ckpt.run.history import METRICS, PROVENANCE, STEP
 from ckpt.run.local_tier import HOSTS, LocalTier
 from ckpt.run.removal import Tidying
 from ckpt.run.retention import Keep
@@ -51,7 +52,7 @@ class SaveArguments:
     timeout: float
 
     def __post_init__(self) -> None:
-        own = {STEP, METRICS, PROVENANCE, BEGAN, HOSTS} & self.metadata.keys()
+        own = {STEP, METRICS, PROVENANCE, BEGAN, ORDER, HOSTS} & self.metadata.keys()
         if own:
             raise ArgumentError(f"metadata has {min(own)!r}, a key of the run's own; take another")
         if self.deadline is not None:

@@ -56,6 +56,40 @@ def test_a_run_saves_when_due_keeps_what_it_should_and_goes_on(tmp_path: Path) -
         assert ckpt.read(tmp_path / "step-60")["seen"] == 60  # type: ignore[index]
 
 
+@pytest.mark.parametrize("back", [1, 30, 3600])
+@pytest.mark.parametrize("keep", [ckpt.Keep(last=1), ckpt.Keep(last=2, every=100), ckpt.Keep()])
+def test_a_clock_that_steps_back_removes_no_newer_step_and_restores_none_older(
+    tmp_path: Path, keep: ckpt.Keep, back: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = time.time
+    for start, shift in enumerate((0, -back, -back + 5, -2 * back)):
+        monkeypatch.setattr(time, "time", lambda shift=shift: clock() + shift)
+        with ckpt.Checkpointer(tmp_path, every_steps=1, keep=keep) as run:
+            assert (run.restore(state_of(0)) or 0) == 3 * start
+            assert train(run, state_of(0), range(3 * start + 1, 3 * start + 3))
+            # also in the middle of a start
+            monkeypatch.setattr(time, "time", lambda shift=shift: clock() + shift - back)
+            assert train(run, state_of(0), range(3 * start + 3, 3 * start + 4))
+            run.wait_until_finished()
+            assert run.latest_step() == 3 * start + 3
+        assert ckpt.latest(tmp_path) == str(tmp_path / f"step-{3 * start + 3}")
+
+
+def test_a_run_of_an_older_release_goes_on_though_the_clock_is_behind_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3):  # without a counter
+        ckpt.save(tmp_path / f"step-{step}", state_of(step), metadata={"step": str(step)})
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() - 3600)
+    with ckpt.Checkpointer(tmp_path, every_steps=1, keep=ckpt.Keep(last=2)) as run:
+        assert run.restore(state_of(0)) == 3
+        train(run, state_of(0), range(4, 6))
+        run.wait_until_finished()
+        assert run.all_steps() == [5, 4]
+    assert ckpt.latest(tmp_path) == str(tmp_path / "step-5")
+
+
 def test_the_best_checkpoints_stay_by_their_metric(tmp_path: Path) -> None:
     losses = {1: 0.9, 2: 0.2, 3: float("nan"), 4: 0.5, 5: 0.2, 6: 0.8}
     keep = ckpt.Keep(best=2, metric="loss")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt import Keep, RunStep
-from ckpt.run.retention import best_first, removable
+from ckpt.newest import Age, newest_first
+from ckpt.run.retention import best_first, newest_steps, removable
 
 NOW = 1_000.0
 
@@ -39,9 +42,14 @@ policies = st.builds(
 )
 
 
+def is_newer(one: RunStep, other: RunStep) -> bool:
+    """Whether one was saved after the other; no two of these steps have one time."""
+    return (one.time, one.step) > (other.time, other.step)
+
+
 def stays(one: RunStep, steps: Sequence[RunStep], keep: Keep) -> bool:
     """Whether a checkpoint stays, counted by the checkpoints that come before it in each order."""
-    newer = sum(other.age_key > one.age_key for other in steps)
+    newer = sum(is_newer(other, one) for other in steps)
     if newer < (keep.last or 1) or (keep.every is not None and one.step % keep.every == 0):
         return True
     if keep.younger_than is not None and one.time > NOW - keep.younger_than:
@@ -53,7 +61,7 @@ def stays(one: RunStep, steps: Sequence[RunStep], keep: Keep) -> bool:
     known = [other for other in steps if not math.isnan(other.metrics.get("loss", math.nan))]
     better = sum(
         sign * other.metrics["loss"] < mine
-        or (sign * other.metrics["loss"] == mine and other.age_key > one.age_key)
+        or (sign * other.metrics["loss"] == mine and is_newer(other, one))
         for other in known
     )
     return better < keep.best
@@ -67,7 +75,42 @@ def test_a_checkpoint_is_removable_where_no_rule_keeps_it(steps: list[RunStep], 
         assert gone == []
         return
     assert {one.name for one in gone} == {one.name for one in steps if not stays(one, steps, keep)}
-    assert gone == sorted(gone, key=lambda one: one.age_key, reverse=True)
+    assert all(is_newer(*pair) for pair in pairwise(gone))
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps, st.permutations(range(12)), st.sets(st.integers(0, 11)))
+def test_the_counter_of_a_run_decides_and_a_clock_only_where_there_is_none(
+    steps: list[RunStep], places: list[int], uncounted: set[int]
+) -> None:
+    steps = [
+        one if at in uncounted else replace(one, order=(1 + places[at] // 4, places[at] % 4))
+        for at, one in enumerate(steps)
+    ]
+    newest = newest_steps(steps)
+    assert sorted(newest, key=id) == sorted(steps, key=id)
+    counted = [one.order for one in newest if one.order is not None]
+    assert counted == sorted(counted, reverse=True)
+    others = [one for one in newest if one.order is None]
+    assert all(is_newer(*pair) for pair in pairwise(others))
+    for at, one in enumerate(newest):  # an uncounted one is older than what the run saved after it
+        if one.order is None:
+            assert all(other.order is None or other.time < one.time for other in newest[at + 1 :])
+
+
+@settings(deadline=None)
+@given(steps)
+def test_a_counter_that_agrees_with_the_clock_changes_nothing(steps: list[RunStep]) -> None:
+    by_clock = newest_steps(steps)
+    number = {one.name: len(steps) - at for at, one in enumerate(by_clock)}
+    some = [replace(one, order=(1, number[one.name])) if one.step % 2 else one for one in steps]
+    assert [one.name for one in newest_steps(some)] == [one.name for one in by_clock]
+
+
+def test_a_checkpoint_that_another_program_saved_later_is_newer_than_the_run() -> None:
+    run = [Age(10.0, (1, 1), "step-1"), Age(4.0, (1, 2), "step-2")]
+    mine = Age(11.0, None, "by-hand")
+    assert newest_first([*run, mine], lambda one: one) == [mine, run[1], run[0]]
 
 
 def names(steps: Sequence[RunStep]) -> list[int]:
