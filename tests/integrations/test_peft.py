@@ -57,6 +57,7 @@ def test_an_adapter_is_filled_in_place_and_the_base_model_is_not_stored(tmp_path
 
 
 @pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("kind", ["PromptTuning", "PromptEncoder", "PrefixTuning"])
 def test_the_parameters_from_which_peft_computes_prompts_are_filled(
     kind: str, tmp_path: Path
