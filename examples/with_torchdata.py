@@ -49,7 +49,7 @@ def main(given: Sequence[str] | None = None) -> None:
     losses = []
     with ckpt.Checkpointer(options.folder, every_steps=2, keep=ckpt.Keep(last=2)) as run:
         step = (run.restore(state) or 0) if options.resume else 0
-        while step < options.steps:
+        while step < options.steps and not run.reached_preemption():
             for batch in loader:
                 loss = (model(batch) - batch).square().mean()
                 optimizer.zero_grad()
@@ -60,7 +60,7 @@ def main(given: Sequence[str] | None = None) -> None:
                 dist.all_reduce(mean)
                 losses.append(mean.item())
                 run.save(step, state)
-                if step == options.steps:
+                if step == options.steps or run.reached_preemption():
                     break
     if rank == 0:
         print(json.dumps(losses))

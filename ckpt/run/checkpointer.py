@@ -112,7 +112,9 @@ class Checkpointer:
             on_failure: "continue" warns of a save that failed and saves again at the next step;
                 "raise" raises its error.
             signals: if any rank gets one of these signals, a checkpoint is due at once, and
-                `reached_preemption()` is True. Ranks agree on the step within about a second.
+                `reached_preemption()` is True. Ranks agree on the step within about a second. If
+                the loop goes on without asking, the signal has its usual effect: the processes end.
+                The same signal a second time ends a process at once.
             deadline: seconds that the save after a signal may take.
             timeout: the most seconds that a rank waits for another.
 
@@ -140,7 +142,11 @@ class Checkpointer:
         self._ranks = RunRanks(self.url, Ranks(group, timeout, "runs"), storage_options)
         self._signals = PreemptionSignals(signals)
         self._saves = RunSaves(self._arguments, self._ranks, self._keep, self._failures)
-        self._is_restored = self._is_preempted = self._is_closed = False
+        self._is_restored = self._is_closed = False
+        self._preempted_by: int | None = None
+        """The signal that the ranks have agreed on."""
+        self._is_asked = False
+        """Whether the program has asked about the signal, and so ends its loop itself."""
         self._decided: tuple[int, bool] | None = None
         """The last step passed to `should_save`, and the answer."""
         self._exchange_at = 0
@@ -253,12 +259,12 @@ class Checkpointer:
         if tier is None:
             self._decided = (step, False)
             saves.is_retrying, self._began = False, time.monotonic()
-        return saves.begin(step, state, metadata, tier, self._is_preempted)
+        return saves.begin(step, state, metadata, tier, self._preempted_by is not None)
 
     def _local_due(self, step: int) -> LocalTier | None:
         """Returns the tier of this host if a local checkpoint is due at this step."""
         is_due = self._local is not None and self._local.is_due(step)
-        return self._local if is_due and not self._is_preempted else None
+        return self._local if is_due and self._preempted_by is None else None
 
     def should_save(self, step: int) -> bool:
         """Returns whether a checkpoint is due at this step. All ranks call this."""
@@ -273,10 +279,11 @@ class Checkpointer:
     def _is_due(self, step: int) -> bool:
         if self._decided is not None and self._decided[0] == step:
             return self._decided[1]
-        was_preempted = self._is_preempted
+        was_preempted = self._preempted_by is not None
         is_due = self._exchange(step) if step >= self._exchange_at else False
         is_due = is_due or self._saves.is_retrying or self._schedule.by_step(step)
-        is_due = is_due or (self._is_preempted and not was_preempted)
+        if self._preempted_by is not None and not was_preempted:
+            is_due, self._exchange_at = True, 0  # the next step asks whether the loop should end
         self._decided = (step, is_due)
         return is_due
 
@@ -335,7 +342,8 @@ class Checkpointer:
 
     def reached_preemption(self) -> bool:
         """Returns whether a signal has come and all ranks have saved: time to end the loop."""
-        return self._is_preempted
+        self._is_asked = self._preempted_by is not None
+        return self._is_asked
 
     def wait_until_finished(self) -> None:
         """Returns once no save and no removal is under way. All ranks call this.
@@ -349,8 +357,15 @@ class Checkpointer:
         self._saves.tidying.tell(stacklevel=2)
 
     def close(self) -> None:
-        """Waits for saves, frees the memory tier, restores the signals; may be called twice."""
+        """Waits for saves, frees the memory tier, restores the signals; may be called twice.
+
+        A signal that the loop has not asked about has its usual effect then.
+        """
+        was_closed = self._is_closed
         self._close(is_over=True)
+        received = self._signals.received
+        if received is not None and not self._is_asked and not was_closed:
+            self._signals.end(received)
 
     def _close(self, is_over: bool) -> None:
         if self._is_closed:
@@ -367,6 +382,8 @@ class Checkpointer:
 
     def _exchange(self, step: int) -> bool:
         """Returns whether rank 0's clock or a failed save makes a checkpoint due; notes signals."""
+        if self._preempted_by is not None and not self._is_asked and not self._saves.is_retrying:
+            self._end_by(self._preempted_by)
         is_saving, (last, when) = self._saves.is_under_way, self._exchanged
         now = time.monotonic()
         self._exchanged = (step, now)
@@ -378,11 +395,29 @@ class Checkpointer:
             next_exchange(step, last, now - when),
         )
         self._exchange_at = answer.next_exchange
-        self._is_preempted = self._is_preempted or answer.has_signal
+        if self._preempted_by is None:
+            self._preempted_by = answer.received
         if not answer.is_saving:
             self._saves.settle()
         self._saves.tidying.tell(stacklevel=4)
         return answer.is_due
+
+    def _end_by(self, number: int) -> None:
+        """Closes this run and lets a signal have its usual effect; returns if it has none.
+
+        All ranks are at the step after the save of the signal, and call this.
+        """
+        self._is_asked = True
+        if not self._signals.ends_process(number):
+            return
+        self._ranks.warn(
+            f"{signal.Signals(number).name} ends the run, and its last step is saved; a loop that "
+            "asks reached_preemption() ends by itself"
+        )
+        try:
+            self._close(is_over=False)
+        finally:
+            self._signals.end(number)
 
     def _check_place(self, step: int) -> None:
         """Raises ExistsError if a save could replace a checkpoint of another run."""

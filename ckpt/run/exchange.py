@@ -36,8 +36,8 @@ CALL = "ckpt.Checkpointer"
 class StepAgreement:
     """The result of an exchange, equal on all ranks."""
 
-    has_signal: bool
-    """Whether any rank got a signal."""
+    received: int | None
+    """A signal that any rank got."""
     is_saving: bool
     """Whether the last save is still under way on any rank."""
     is_due: bool
@@ -134,8 +134,9 @@ class RunRanks:
             rows = [json.loads(record) for record in records]
             others = [[rank, row[0]] for rank, row in enumerate(rows) if row[0] != step]
             saving = any(row[2] for row in rows)
-            has_signal = any(row[1] for row in rows)
-            return json.dumps([others, has_signal, saving, is_due(saving), next_exchange]).encode()
+            signals = [row[1] for row in rows if row[1] is not None]
+            received = signals[0] if signals else None
+            return json.dumps([others, received, saving, is_due(saving), next_exchange]).encode()
 
         record = [step, received, is_saving]
         others, *agreed = self._joined("agreeing on a step", lambda: record, join)
@@ -204,6 +205,11 @@ class RunRanks:
         """Logs a line about the run at the level INFO, on rank 0."""
         if self.is_first:
             _log.info("%s: %s", without_secrets(self.url), text)
+
+    def warn(self, text: str) -> None:
+        """Logs a line about the run at the level WARNING, on rank 0."""
+        if self.is_first:
+            _log.warning("%s: %s", without_secrets(self.url), text)
 
     def _joined(
         self,

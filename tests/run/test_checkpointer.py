@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 import ckpt
 from ckpt.run.history import metrics_text, step_of
 from ckpt.run.provenance import git_revision
+from tests.conftest import RankDied
 
 
 def state_of(value: float) -> dict[str, Any]:
@@ -422,6 +423,110 @@ def test_a_signal_to_any_rank_is_a_checkpoint_of_one_step_on_all(
     assert 5 <= step < 20
     assert steps == [step]
     assert ckpt.read(tmp_path / f"step-{step}")["step"] == step  # type: ignore[index]
+
+
+def unasked(folder: str, told: int) -> None:
+    """A loop that does not ask for the signal that one rank gets at step 5."""
+    with ckpt.Checkpointer(folder, every_steps=1_000) as run:
+        for step in range(1, 1_000):
+            if step == 5 and dist.get_rank() == told:
+                os.kill(os.getpid(), signal.SIGTERM)
+            run.save(step, {"w": torch.full((3,), float(step)), "step": step})
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_signal_that_the_loop_does_not_ask_about_ends_all_ranks_after_its_save(
+    doomed_cluster: Callable[[int], Any], tmp_path: Path, told: int
+) -> None:
+    with pytest.raises(RankDied) as error:
+        doomed_cluster(2).run(unasked, str(tmp_path), told)
+    assert sorted(error.value.dead) == [0, 1]
+    [place] = tmp_path.iterdir()
+    assert ckpt.read(place)["step"] == int(place.name.removeprefix("step-")) < 20  # type: ignore[index]
+
+
+UNASKED = """
+import os, signal, sys, warnings
+import ckpt, torch
+from ckpt.run import preemption
+preemption.SAME_SECONDS = 0
+folder, before, again = sys.argv[1:]
+if before == "own":
+    signal.signal(signal.SIGTERM, lambda *given: print("own handler", flush=True))
+else:
+    signal.signal(signal.SIGTERM, getattr(signal, before))
+with ckpt.Checkpointer(folder, every_steps=1000) as run:
+    for step in range(1, 9):
+        if step in (3, 8):
+            os.kill(os.getpid(), signal.SIGTERM)
+            if again == "twice":
+                os.kill(os.getpid(), signal.SIGTERM)
+        run.save(step, {"step": step})
+        print(step, flush=True)
+print("after the loop", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "again", "status", "saved"),
+    [
+        ("SIG_DFL", "once", -signal.SIGTERM, ["step-3"]),
+        ("SIG_DFL", "twice", -signal.SIGTERM, []),
+        ("SIG_IGN", "once", 0, ["step-3"]),
+        ("own", "once", 0, ["step-3"]),
+    ],
+)
+def test_a_signal_has_its_usual_effect_after_its_save_and_at_once_the_second_time(
+    programs: Callable[..., Any],
+    tmp_path: Path,
+    before: str,
+    again: str,
+    status: int,
+    saved: list[str],
+) -> None:
+    program = programs(UNASKED, tmp_path / "run", before, again)
+    out, err = program.communicate()
+    assert program.returncode == status, err
+    assert sorted(one.name for one in (tmp_path / "run").glob("*")) == saved
+    assert ("after the loop" in out) == (status == 0)
+    assert out.count("own handler") == (2 if before == "own" else 0)
+    lines = [line for line in err.splitlines() if "SIGTERM ends the run" in line]
+    assert len(lines) == (1 if status and again == "once" else 0)
+
+
+AT_THE_END = """
+import os, signal, sys
+import ckpt
+with ckpt.Checkpointer(sys.argv[1], every_steps=1) as run:
+    run.save(1, {"step": 1})
+    os.kill(os.getpid(), signal.SIGTERM)
+print("after the loop", flush=True)
+"""
+
+
+def test_a_signal_after_the_last_step_ends_the_program(
+    programs: Callable[..., Any], tmp_path: Path
+) -> None:
+    program = programs(AT_THE_END, tmp_path / "run")
+    out, err = program.communicate()
+    assert (program.returncode, out) == (-signal.SIGTERM, ""), err
+    assert ckpt.read(tmp_path / "run" / "step-1") == {"step": 1}
+
+
+def test_a_forked_child_has_the_handlers_of_before(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
+    with (
+        ckpt.Checkpointer(tmp_path / "a") as one,
+        ckpt.Checkpointer(tmp_path / "b", signals=(signal.SIGTERM,)),
+    ):
+        child = os.fork()
+        if child == 0:
+            now = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
+            os._exit(0 if now == before else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert one.save(1, state_of(1))
+        assert one.reached_preemption()
 
 
 def unlike(folder: str) -> list[str]:
