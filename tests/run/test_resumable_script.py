@@ -21,14 +21,14 @@ def scripts() -> tuple[str, str]:
     lines = block.splitlines()
     assert {line[:1] for line in lines} <= {" ", "+", "-", ""}
     added, removed = (sum(line[:1] == sign for line in lines) for sign in "+-")
-    assert (added - removed, removed) == (4, 1)
+    assert (added - removed, removed) == (6, 1)
     before, after = (
         "\n".join(line[1:] for line in lines if line[:1] != sign) + "\n" for sign in "+-"
     )
     return before, after
 
 
-def test_a_script_of_thirty_lines_becomes_resumable_by_four(
+def test_a_script_of_thirty_lines_becomes_resumable_by_six(
     programs: Callable[..., Any], tmp_path: Path
 ) -> None:
     before, after = scripts()
