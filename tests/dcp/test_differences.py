@@ -23,7 +23,7 @@ from torch.distributed._shard.sharding_spec import (
     EnumerableShardingSpec,
     ShardMetadata,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
@@ -424,3 +424,21 @@ def test_a_file_in_memory_comes_back_as_with_torch(tmp_path: Path) -> None:
             found = {"app": {"file": io.BytesIO()}}
             load.load(found, checkpoint_id=place, no_dist=True)
             assert torch.equal(torch.load(found["app"]["file"]), torch.arange(3.0))
+
+
+def over_a_descending_mesh(folder: str) -> tuple[list[float], list[float]]:
+    """What ckpt.dcp gives back of a DTensor over the ranks [1, 0], whole and placed."""
+    mesh = DeviceMesh("cpu", [1, 0])
+    whole = torch.arange(8.0)
+    dcp.save({"w": distribute_tensor(whole, mesh, [Shard(0)])}, checkpoint_id=folder)
+    plain, placed = torch.zeros(8), distribute_tensor(torch.zeros(8), mesh, [Shard(0)])
+    dcp.load({"w": plain}, checkpoint_id=folder)
+    dcp.load({"w": placed}, checkpoint_id=folder)
+    return plain.tolist(), placed.full_tensor().tolist()
+
+
+def test_the_chunks_of_a_descending_mesh_are_in_the_order_of_its_group(
+    clusters: Callable, tmp_path: Path
+) -> None:
+    for found in clusters(2).run(over_a_descending_mesh, str(tmp_path)):
+        assert found == ([*range(8)], [*range(8)])
