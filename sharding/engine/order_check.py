@@ -12,6 +12,7 @@ do not take one unit's parameters for another's.
 from __future__ import annotations
 
 import warnings
+from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
@@ -46,18 +47,20 @@ class OrderCheck:
         index = units.index(unit)
         trained = any(param_group.requires_grad for param_group in unit.param_groups)
         param_group = unit.param_groups[0]
-        mine = torch.tensor([index, int(trained)], device=param_group.device)
+        mark = _mark(unit, units) if self._is_first else 0
+        mine = torch.tensor([index, int(trained), mark], device=param_group.device)
         group = param_group.groups.group
         all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(all_of_them, mine, group=group)
         indices = [int(other[0]) for other in all_of_them]
         if self._is_first:
             self._check_first(indices, units)
+            self._check_marks([int(other[2]) for other in all_of_them], unit, units)
             self._first.append(index)
         else:
             self._check_later(index, units)
         others: dict[int, bool] = {}
-        for other, is_trained in (tensor.tolist() for tensor in all_of_them):
+        for other, is_trained, _ in (tensor.tolist() for tensor in all_of_them):
             if other != index:
                 others[other] = others.get(other, False) or bool(is_trained)
         return [(units[other], others[other]) for other in sorted(others)]
@@ -79,6 +82,15 @@ class OrderCheck:
                     f"{here} while rank {rank} is all-gathering parameters for {there}"
                 )
 
+    def _check_marks(self, marks: list[int], unit: Unit, units: list[Unit]) -> None:
+        for rank, mark in enumerate(marks):
+            if mark != marks[0]:
+                raise MisuseError(
+                    f"The unit with the parameters {_names(unit, units)} on rank {dist.get_rank()} "
+                    f"has parameters of other names or shapes on rank {rank} than on rank 0: build "
+                    "and wrap the same modules on all ranks, with the same ignored ones"
+                )
+
     def _check_later(self, index: int, units: list[Unit]) -> None:
         position = self._position
         self._position += 1
@@ -98,6 +110,13 @@ class OrderCheck:
             f"got parameters for {_names(units[index], units)}",
             stacklevel=2,
         )
+
+
+def _mark(unit: Unit, units: list[Unit]) -> int:
+    """Returns 63 bits that identify the names and shapes of a unit's parameters."""
+    shapes = [tuple(p.shape) for group in unit.param_groups for p in group.parameters]
+    digest = blake2b(repr((_names(unit, units), shapes)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def _names(unit: Unit, units: list[Unit]) -> list[str]:
