@@ -24,6 +24,7 @@ the local part of tensor parallelism.
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Protocol
@@ -153,10 +154,12 @@ def load_rest(
     Returns the missing and the unexpected keys: those that the method returns. Only a module with a
     method of its own sees `strict`. None are missing beside `LocalPart`s, which have other keys.
     """
-    rest = {name: value for name, value in state.items() if not isinstance(value, LocalPart)}
+    rest = OrderedDict((n, value) for n, value in state.items() if not isinstance(value, LocalPart))
     is_torchs = type(module).load_state_dict is nn.Module.load_state_dict
     has_parts = len(rest) < len(state)
     with _local_state_dicts(module, torch_fsdp.is_in(module)):
+        # Without versions, each module would take the state for one of before its first version.
+        rest._metadata = getattr(module.state_dict(), "_metadata", None)  # type: ignore[attr-defined]
         result = module.load_state_dict(rest, strict=strict and not is_torchs and not has_parts)
     missing = [] if has_parts else [*getattr(result, "missing_keys", ())]
     return missing, [*getattr(result, "unexpected_keys", ())]
