@@ -39,7 +39,7 @@ def materialize(
     still on the meta device.
     """
     if init is not None and not callable(init):
-        raise ArgumentError(f"param_init_fn: expected {init} to be callable but got {type(init)}")
+        raise ArgumentError(f"Expected param_init_fn={init} to be callable but got {type(init)}")
     for module in modules:
         before = {name: p for name, p in module._parameters.items() if p is not None and p.is_meta}
         own = list(chain(module.parameters(recurse=False), module.buffers(recurse=False)))

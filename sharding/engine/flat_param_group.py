@@ -108,6 +108,12 @@ class FlatParamGroup(ParamGroup):
         self.whole: WholeParameters | None = None
         shapes = [parameter.shape for parameter in parameters]
         self.packing = FlatPacking(pack(shapes, [0] * len(shapes)), groups.shard.size)
+        rank = groups.shard.rank
+        self._pieces: list[tuple[int, int, int]] = []
+        for index, slot in enumerate(self.packing.slots):
+            lo, hi = self.packing.piece(index, rank)
+            begin = slot.at + lo - rank * self._shard_numel if hi > lo else 0
+            self._pieces.append((begin, lo, hi))
         self.keys: dict[nn.Module, list[str]] = {}
         """The order of each module's parameters before any of them was flattened."""
         for parameter in parameters:
@@ -177,9 +183,7 @@ class FlatParamGroup(ParamGroup):
 
     def piece(self, index: int) -> tuple[int, int, int]:
         """Returns where a parameter's part begins in the shard, and its elements `[lo, hi)`."""
-        lo, hi = self.packing.piece(index, self.groups.shard.rank)
-        begin = self.packing.slots[index].at + lo - self.groups.shard.rank * self._shard_numel
-        return (begin if hi > lo else 0), lo, hi
+        return self._pieces[index]
 
     def shard_view(self, index: int, flat: torch.Tensor) -> torch.Tensor:
         """Returns a parameter's part of a tensor that is laid out as the shard is."""
@@ -212,12 +216,29 @@ class FlatParamGroup(ParamGroup):
             moved = True
             if sharded.numel() != hi - lo:
                 raise MisuseError(
+                    "Cannot writeback when the parameter shape changes: "
                     f"{parameter.name} has {sharded.numel()} elements, but this rank's shard of it "
                     f"has {hi - lo}; replace its data by a tensor of the same shape "
                     f"{tuple(self.shard_view(index, flat).shape)}, or use summon_full_params"
                 )
         if moved:
             self._take_over_originals()
+
+    @property
+    def is_replaced(self) -> bool:
+        """True if a user has replaced sharded parameters since the all-gather in force."""
+        if not (self.form.use_orig_params and self.is_gathered) or self._is_shown or self.whole:
+            return False
+        start, itemsize = self.flat.data_ptr(), self.flat.element_size()
+        for index, parameter in enumerate(self.parameters):
+            module, attribute = parameter.owners[0]
+            current = module._parameters.get(attribute, parameter.sharded)
+            begin, lo, hi = self.piece(index)
+            if current is not parameter.sharded or (
+                hi > lo and parameter.sharded.data_ptr() != start + begin * itemsize
+            ):
+                return True
+        return False
 
     def accumulate_shard_grads(self, sums: list[torch.Tensor], flags: list[float]) -> None:
         """Adds the reduced gradients to the accumulated gradients of the shards."""

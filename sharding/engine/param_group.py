@@ -233,6 +233,11 @@ class ParamGroup(ABC):
         return self.is_unsharded or self._all_gather is not None
 
     @property
+    def is_replaced(self) -> bool:
+        """True if other tensors are in the places of the sharded parameters, as far as known."""
+        return False
+
+    @property
     def is_stale(self) -> bool:
         """True if the shards are known to have changed since they were gathered."""
         return self.is_gathered and self._gathered_versions != self.versions()

@@ -38,7 +38,7 @@ from torch import nn
 from sharding.engine.batches import AllGather
 from sharding.engine.extensions import settled
 from sharding.engine.param_group import ParamGroup
-from sharding.errors import ArgumentTypeError, MisuseError
+from sharding.errors import ArgumentTypeError, MisuseError, TorchAssertionError
 from sharding.policies import BackwardPrefetch
 
 UNIT = "_sharding_unit"
@@ -238,6 +238,11 @@ class Unit:
 
     def check_unchanged(self, versions: list[list[int]]) -> None:
         """Raises MisuseError if parameters no longer have these versions (rule 2)."""
+        if any(param_group.is_replaced for param_group in self.used):
+            raise TorchAssertionError(
+                "FSDP does not support changing the parameters between forward and backward: those "
+                f"of {type(self.modules[0]).__name__} were replaced; run backward before"
+            )
         if versions != self.versions():
             raise MisuseError(
                 f"the parameters of {type(self.modules[0]).__name__} were changed between a "

@@ -401,7 +401,7 @@ def test_the_public_attributes_of_an_instance_are_those_of_torch(
 
 
 def test_a_param_init_fn_that_cannot_be_called_is_an_argument_error(clusters: Callable) -> None:
-    with pytest.raises(Exception, match="expected 42 to be callable") as caught:
+    with pytest.raises(Exception, match="Expected param_init_fn=42 to be callable") as caught:
         clusters(2).run(initialize_with_a_number)
     assert {name for name, _, _ in caught.value.errors.values()} == {"ArgumentError"}
 

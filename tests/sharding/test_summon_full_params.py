@@ -642,6 +642,35 @@ def test_a_parameter_replaced_by_one_of_another_shape_is_not_summoned(
     clusters(2).run(replace_by_another_shape)
 
 
+def replace_before_backward(runtime: ModuleType, how: str) -> None:
+    model = wrapped(
+        runtime, layers(5, 7), "SHARD_GRAD_OP", use_orig_params=True, auto_wrap_policy=None
+    )
+    x = torch.ones(2, 5, requires_grad=True)
+    loss = model(x).sum()
+    layer = model.module[0]
+    if how == "data":
+        layer.weight.data = layer.weight.data.clone()
+    else:
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+    with pytest.raises(AssertionError, match="changing the parameters between forward and back"):
+        loss.backward()
+    if runtime is sharding:  # the next forward forgets the failed backward
+        model(x).sum().backward()
+
+
+def replace_before_both_backwards(how: str) -> None:
+    for runtime in (fsdp, sharding):
+        replace_before_backward(runtime, how)
+
+
+@pytest.mark.parametrize("how", ["data", "parameter"])
+def test_parameters_replaced_between_forward_and_backward_are_an_error_where_they_stay_gathered(
+    clusters: Callable[..., Any], how: str
+) -> None:
+    clusters(2).run(replace_before_both_backwards, how)
+
+
 def freeze_inside(runtime: ModuleType) -> list[bool]:
     model = wrapped(runtime, layers(5, 7, 3), use_orig_params=True, auto_wrap_policy=None)
     with runtime.FullyShardedDataParallel.summon_full_params(model):
