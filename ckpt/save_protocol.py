@@ -143,7 +143,7 @@ def agreed_attempt(
     given = _last_hosts(whole.tensors, options.host) if options.host else whole.tensors
     tensors = _last_layouts(given, tuple(_differing(ranks, held, hashes)))
     plan = _last_plan(spec_of(held.flat).tensors, tensors, ranks.global_rank)
-    described_as_stored = StateSpec(tensors, whole.aliases, whole.tree)
+    described_as_stored = replace(whole, tensors=tensors)
     attempt = SaveAttempt(
         plan,
         described_as_stored,
@@ -336,7 +336,8 @@ def manifest_of(
     ]
     writer = writer_of(attempt.mesh.size, attempt.options.metadata)
     d = attempt.described
-    return Manifest(d.tensors, d.aliases, d.tree, files, writer, bases)
+    tensors, tree = d.tensors, d.tree
+    return Manifest(tensors, d.aliases, tree, files, writer, bases, d.strides, d.optimizers)
 
 
 def writer_of(world_size: int, metadata: Mapping[str, str]) -> dict[str, str]:

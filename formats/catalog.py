@@ -142,6 +142,8 @@ class TensorRecord:
     pieces: Pieces
     layout: Layout | None = None
     """The layout with which the tensor was stored, if the format has layouts."""
+    strides: tuple[int, ...] | None = None
+    """The strides that the tensor had in memory, without gaps; None if they are unknown."""
 
     @property
     def nbytes(self) -> int:
@@ -318,6 +320,9 @@ class Catalog:
     """Facts that a user should know: files that were not read, an index that is missing."""
     unread: tuple[str, ...] = ()
     """Files of weights beside those that were read, which no conversion may lose in silence."""
+    optimizers: Mapping[str, str | None] = field(default_factory=dict)
+    """The key path of an optimizer -> the module whose names its parameters have; "" if they have
+    key paths, None if they have positions. An optimizer of unknown origin is missing."""
     weights: str = ""
     """The place of a model's weights, if a folder holds more than weights (docs/formats.md)."""
 

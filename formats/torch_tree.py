@@ -43,7 +43,7 @@ from formats.pickle_numpy import NumpyArray, NumpyDType
 from formats.pickle_objects import Entries, parts_of
 from formats.pickle_records import Name, Opaque, Storage, StoredTensor
 from formats.pickle_tensors import TENSOR
-from sharding.layout import Box, Piece
+from sharding.layout import Box, Piece, is_dense
 
 KeyPath = tuple[object, ...]
 """The keys and indices from the root to a value."""
@@ -323,7 +323,8 @@ class _Walk:
                 f"{self.storages.where}: the storage of {name} has {storage.nbytes} bytes by the "
                 f"pickle, {self.storages.nbytes_of(storage.key)} by the file"
             )
-        record = TensorRecord(name, tensor.shape, tensor.dtype, pieces)
+        strides = tensor.strides if is_dense(tensor.shape, tensor.strides) else None
+        record = TensorRecord(name, tensor.shape, tensor.dtype, pieces, strides=strides)
         return self.nest.place(view, record, _stored_at(self.storages.where, storage))
 
 

@@ -39,7 +39,9 @@ from ckpt.integrations.optional import needs
 from ckpt.integrations.removal import remove
 from ckpt.state.stateful import (
     identity,
+    is_packed,
     optimizer_entries,
+    packed_state,
     parameter_names,
 )
 from ckpt.transfer.write_job import Compress
@@ -299,7 +301,7 @@ class CkptStrategyMixin(_Strategy):
 
     def _named(self) -> list[list[NamedParameter]]:
         names = parameter_names({MODULE: self._module()})
-        return [names.of(optimizer) for optimizer in self.optimizers]
+        return [names.of(optimizer).named for optimizer in self.optimizers]
 
     def _weights(self, given: Mapping[str, Any]) -> Any:
         """Returns the module, or its entries with the values of `given` that are not its own."""
@@ -343,8 +345,12 @@ class CkptStrategyMixin(_Strategy):
         return self._entries_of(optimizer, 0)
 
     def _entries_of(self, optimizer: torch.optim.Optimizer, index: int) -> dict[str, Any]:
+        where = f"{OPTIMIZERS}.{index}"
+        packed: dict[str, Any] = packed_state(optimizer, where)
+        if not is_packed(packed):
+            return packed
         names = parameter_names({MODULE: self._module()})
-        return optimizer_entries(optimizer, names.of(optimizer), f"{OPTIMIZERS}.{index}")
+        return optimizer_entries(packed, names.of(optimizer).named, where)
 
     def _fill_optimizers(self, url: str, group: Literal["self"] | None) -> None:
         target = {MODULE: self._module(), OPTIMIZERS: list(self.optimizers)}

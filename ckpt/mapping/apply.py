@@ -93,7 +93,8 @@ def mapped(before: Mapped, mapping: TensorMapping, parameters: Mapping[str, int]
         first for name in found if name not in kept for first in before.origins.get(name, ())
     ]
     left_out = (*before.excluded, *dropped)
-    return Mapped(replace(catalog, tensors=tensors, aliases=aliases, tree=tree), origins, left_out)
+    new = replace(catalog, tensors=tensors, aliases=aliases, tree=tree, optimizers={})
+    return Mapped(new, origins, left_out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,6 +215,7 @@ def _chosen(source: Source, select: str, selection: Selection) -> Mapped:
     found = Mapped.unchanged(replace(catalog, tree=tree))
     if not select:
         return found
+    found = replace(found, catalog=replace(found.catalog, optimizers={}))  # by other paths
     origins = {name: (join(select, name),) for name in found.origins}
     if len(origins) == 1 and isinstance(Saved(catalog).node(select), TensorRef):
         origins = dict.fromkeys(origins, (select,))

@@ -8,6 +8,7 @@ tensor becomes a `LoadItem`, a value becomes part of `Match.install`, and a mism
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
+from itertools import chain
 from warnings import warn
 
 import numpy as np
@@ -22,7 +23,7 @@ from ckpt.match.casting import Casting, dtype_problem
 from ckpt.match.match_builder import NOT_SAVED, Installer, Match, MatchBuilder
 from ckpt.match.match_optimizer import match_optimizer
 from ckpt.match.match_per_rank import match_per_rank
-from ckpt.match.match_positions import named_by_position
+from ckpt.match.match_positions import named_like_target
 from ckpt.match.match_stateful import filled, match_stateful
 from ckpt.match.overlaps import shared_memory
 from ckpt.match.selection import Selection, no_name
@@ -33,6 +34,7 @@ from ckpt.state.per_rank import PerRank
 from ckpt.state.refusals import instead_of_array
 from ckpt.state.saved import MISSING, Missing, Saved, holds_tensor, kind_of
 from ckpt.state.stateful import (
+    OptimizerNames,
     ParameterNames,
     Stateful,
     call_of,
@@ -86,7 +88,7 @@ def match(
     """
     check_mode()
     parameters = parameter_names(state)
-    saved = named_by_position(saved, state, parameters)
+    saved = named_like_target(saved, state, parameters)
     builder = MatchBuilder(saved, selection, world, casting is not None)
     matcher = _Matcher(builder, casting, parameters, strict)
     install = matcher.walk(state, "")
@@ -169,23 +171,22 @@ class _Matcher:
     def match_optimizers(self) -> None:
         """Matches all optimizers of the target."""
         for path, optimizer in self._optimizers.items():
-            named = self._parameters.of(optimizer)
-            for each in named:
-                self._leave_out(each, path)
-            self._steps[path] = match_optimizer(self._builder, optimizer, named, path)
+            self._steps[path] = match_optimizer(
+                self._builder, self._tensor, self._leave_out, optimizer, self._parameters, path
+            )
 
-    def _leave_out(self, named: NamedParameter, path: str) -> None:
+    def _leave_out(self, names: OptimizerNames, path: str) -> None:
         """Leaves out the state of parameters whose weights do not fit, each with a difference.
 
         The saved moments of a weight of another shape have that shape, and those of another weight
         are of no use.
         """
-        known = self._parameters.found.get(id(named.parameter))
-        if known is None or isinstance(named.parameter, LAZY):
+        module = names.module
+        if module is None:  # positions
             return
-        shapes = [part.layout.shape for part in named.slices] or [tuple(named.parameter.shape)]
-        for name, inside, shape in zip(named.names, known[1].names, shapes, strict=True):
-            unfit = self._unfit_weight(join(known[0], inside), shape)
+        every = [named for named in names.named if not isinstance(named.parameter, LAZY)]
+        for name, shape in chain.from_iterable(map(_shapes, every)):
+            unfit = self._unfit_weight(join(module, name), shape)
             where = join(join(path, "state"), name)
             below = self._builder.saved.under(where) if unfit else []
             if unfit and below:
@@ -464,6 +465,12 @@ class _Matcher:
             return like_target(node, loaded)
 
         return install
+
+
+def _shapes(named: NamedParameter) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields the names of a parameter with the shapes of their weights."""
+    shapes = [part.layout.shape for part in named.slices] or [tuple(named.parameter.shape)]
+    return zip(named.names, shapes, strict=True)
 
 
 def _unfit(given: TensorLike) -> str | None:

@@ -194,5 +194,8 @@ class MatchBuilder:
 
 
 def whole_tensor(record: TensorRecord) -> torch.Tensor:
-    """Allocates memory for a whole tensor of the checkpoint."""
-    return empty_for(record, record.shape)
+    """Allocates memory for a whole tensor of the checkpoint, with the strides that it had."""
+    tensor = empty_for(record, record.shape)
+    if record.strides is None or tensor.stride() == record.strides:
+        return tensor
+    return tensor.as_strided(record.shape, record.strides)  # packed in another order

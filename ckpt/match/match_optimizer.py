@@ -2,21 +2,27 @@
 
 Rules:
 
-1. Names identify parameters. Saved groups and positions do not matter. A group takes its selected
-   options from the saved group that had its parameters. If several saved groups had them, that is a
-   difference.
+1. Names identify parameters (`ckpt.match.match_positions`). Saved groups do not matter, unless the
+   names are positions, whose groups are as large as the target's, as in torch. A group takes its
+   selected options from the saved group that had its parameters. If several saved groups had them,
+   or if the saved group is also that of a group with other options, that is a difference.
 2. A fresh optimizer gets its state before its first step. A tensor of the parameter's shape gets
    the parameter's placement, any other tensor is whole. Existing state is filled in place.
    `match_slices` has the rules for flat parameters.
 3. If the saved state of a parameter lacks an entry that similar parameters have, that is a
    difference. `match_entries` defines similar.
 4. State keeps its saved dtype, although torch's `load_state_dict` would cast it to the parameter's.
+   It keeps the strides that it had, as in torch, if the checkpoint tells them.
+5. A group without parameters takes the options of the saved group at its position, if all others
+   are at theirs; otherwise those of the saved group without parameters at its place among these.
+6. State under keys that are no parameters is taken as it was saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -24,27 +30,56 @@ from torch.optim import Optimizer
 from ckpt.match.match_blocks import match_with_blocks
 from ckpt.match.match_builder import Installer, MatchBuilder, whole_tensor
 from ckpt.match.match_entries import SavedState, lacking_entries
+from ckpt.match.match_positions import are_numbers, saved_members, saved_path
 from ckpt.match.match_slices import match_slices
+from ckpt.match.match_stateful import Fill, match_stateful
 from ckpt.state.memory import torch_dtype
-from ckpt.state.saved import Missing
-from ckpt.state.stateful import STEP, call_of, optimizer_entries
+from ckpt.state.saved import Missing, node_at
+from ckpt.state.stateful import (
+    STEP,
+    OptimizerNames,
+    ParameterNames,
+    call_of,
+    check_whole,
+    is_packed,
+    optimizer_entries,
+    packed_state,
+    state_of,
+)
 from ckpt.state.subclass_state import put_together, unknown_classes
+from ckpt.state.tensor_kinds import ORDINARY
 from formats.catalog import TensorRecord, TensorRef, Tree, join
 from sharding.describe.dtensor import zeros_placed_like
 from sharding.describe.members import NamedParameter
 
 
 def match_optimizer(
-    builder: MatchBuilder, optimizer: Optimizer, named: list[NamedParameter], path: str
+    builder: MatchBuilder,
+    fill: Fill,
+    leave_out: Callable[[OptimizerNames, str], None],
+    optimizer: Optimizer,
+    parameters: ParameterNames,
+    path: str,
 ) -> Installer:
-    """Matches an optimizer with the saved state at a path; `named` has its parameters' names."""
+    """Matches an optimizer with the saved state at a path.
+
+    `fill` matches a tensor of an optimizer of another form; `leave_out` leaves out the state of
+    parameters whose weights do not fit.
+    """
+    packed = packed_state(optimizer, path) if builder.selects(path) else None
+    if packed is not None and not is_packed(packed):
+        check_whole(optimizer, path)
+        return match_stateful(builder, fill, optimizer, path)
+    names = parameters.of(optimizer)
+    leave_out(names, path)
+    named, kept = names.named, state_of(optimizer)
     for each in named:
         state = [join(join(path, "state"), name) for name in each.names]
-        held = optimizer.state.get(each.parameter, {})
+        held = kept.get(each.parameter, {})
         builder.owns(*state, *(join(name, key) for name in state for key in held))
-    if not builder.selects(path):
+    if packed is None:
         return lambda: optimizer
-    return _OptimizerMatch(builder, optimizer, named, path).run()
+    return _OptimizerMatch(builder, optimizer, named, path, packed).run()
 
 
 @dataclass(frozen=True)
@@ -53,12 +88,14 @@ class _OptimizerMatch:
     optimizer: Optimizer
     named: list[NamedParameter]
     path: str
+    packed: Mapping[str, Any]
+    """The optimizer's present state dict."""
 
     def run(self) -> Installer:
         groups = self._groups()
         self._find_lacking()
         self.builder.used.add(join(self.path, "state"))  # a leaf if no parameter has state
-        own = optimizer_entries(self.optimizer, self.named, self.path)
+        own = optimizer_entries(self.packed, self.named, self.path)
         parameters = [named.parameter for named in self.named]
         states = {
             index: self._parameter_state(named, own["state"])
@@ -70,12 +107,15 @@ class _OptimizerMatch:
             if key in own or self.builder.selects(join(self.path, key))
         }
 
+        extra = self._of_no_parameter(own["state"])
+
         def install() -> object:
-            state = {index: put_together(step()) for index, step in states.items()}
-            state = {index: entries for index, entries in state.items() if entries}
+            state: dict[Any, Any] = {index: put_together(step()) for index, step in states.items()}
+            state = {index: entries for index, entries in state.items() if entries is not None}
             rest = {key: step() for key, step in others.items()}
+            whole = {**state, **{key: step() for key, step in extra.items()}}
             with call_of("load_state_dict", self.path):
-                self.optimizer.load_state_dict({"state": state, "param_groups": groups, **rest})
+                self.optimizer.load_state_dict({"state": whole, "param_groups": groups, **rest})
             _undo_casts(self.optimizer, parameters, state)
             return self.optimizer
 
@@ -90,6 +130,27 @@ class _OptimizerMatch:
             str(key) for key in saved if str(key).partition(".")[0] not in ("state", "param_groups")
         ]
 
+    def _of_no_parameter(self, own: Any) -> dict[Any, Installer]:
+        """Returns installers of the state under keys that are no parameter's (rule 6)."""
+        builder, state = self.builder, join(self.path, "state")
+        names = {name for named in self.named for name in named.names}
+        mine = {key: value for key, value in own.items() if key not in names}
+        members = saved_members(builder.saved, self.path) or []
+        before = saved_path(builder.saved, self.path)
+        catalog = builder.saved.catalog
+        if before not in catalog.optimizers and not are_numbers(members):
+            return {}  # after a mapping, the groups have other names than the state
+        theirs = {str(name) for group in members for name in group}
+        saved = node_at(catalog.tree, join(before, "state"))
+        keys = [key for key in saved if str(key) not in theirs] if isinstance(saved, dict) else []
+        found = {
+            key: builder.anything(mine.get(key), join(state, key))
+            for key in keys
+            if key in mine or builder.chooses(join(state, key))
+        }
+        kept = {key: value for key, value in mine.items() if not builder.chooses(join(state, key))}
+        return {key: (lambda value=value: value) for key, value in kept.items()} | found
+
     # Groups.
 
     def _groups(self) -> list[dict[str, object]]:
@@ -101,23 +162,104 @@ class _OptimizerMatch:
         self.builder.used.update(self.builder.saved.under(where))
         is_one = where in self.builder.saved.leaves  # as without options that are tensors
         saved = _saved_groups(self.builder.saved.node(where))
-        group_of = {self._renamed(name): at for at, group in saved.items() for name in group.names}
         first = 0
         groups: list[dict[str, object]] = []
-        for position, group in enumerate(self.optimizer.param_groups):
+        members: list[list[str]] = []
+        for group in self.optimizer.param_groups:
             last = first + len(group["params"])
-            members = [name for named in self.named[first:last] for name in named.names]
             options = {key: value for key, value in group.items() if key != "params"}
-            at = None
-            if self.builder.chooses(where):
-                at = self._group_of(members, group_of, f"{where}.{position}")
-            for key, value in saved[at].options.items() if at is not None else ():
+            groups.append({**options, "params": list(range(first, last))})
+            members.append([name for named in self.named[first:last] for name in named.names])
+            first = last
+        if not self.builder.chooses(where):
+            return groups
+        for options, names, at in zip(groups, members, self._places(members, saved), strict=True):
+            if at is None:
+                continue
+            for key, value in saved[at].options.items():
                 entry = join(join(where, at), key)
+                if key == "param_names" and len(names) != len(saved[at].names):
+                    continue  # the names of other parameters
                 if is_one or self.builder.chooses(entry):
                     options[str(key)] = self._option(value, entry, options.get(str(key)))
-            groups.append({**options, "params": list(range(first, last))})
-            first = last
         return groups
+
+    def _places(
+        self, members: list[list[str]], saved: Mapping[int, _SavedGroup]
+    ) -> list[int | None]:
+        """Returns the saved group of each group; None after adding a difference (rules 1 and 5)."""
+        where = join(self.path, "param_groups")
+        group_of = {self._renamed(name): at for at, group in saved.items() for name in group.names}
+        if not self._are_as_large(members, saved, where):
+            return [None] * len(members)
+        places = [
+            self._group_of(names, group_of, f"{where}.{position}") if names else None
+            for position, names in enumerate(members)
+        ]
+        self._find_divided(places, where)
+        empty = [position for position, names in enumerate(members) if not names]
+        others = [(position, at) for position, at in enumerate(places) if members[position]]
+        if empty and len(saved) == len(members) and all(one == at for one, at in others):
+            return list(range(len(members)))
+        theirs = [at for at, group in saved.items() if not group.names]
+        for position, at in zip(empty, theirs, strict=False):
+            places[position] = at
+        for position in empty[len(theirs) :]:
+            self.builder.differ(
+                f"{where}.{position}",
+                "missing",
+                f"has no parameters, and the checkpoint has {len(theirs)} such groups of "
+                f"{len(saved)}; the target has {len(empty)}",
+            )
+        if self.builder.world.size == 1:  # otherwise the group may be that of another rank
+            for at in theirs[len(empty) :]:
+                self.builder.differ(
+                    f"{where}.{at}",
+                    "unexpected",
+                    "has no parameters in the checkpoint, and the "
+                    f"target has {len(empty)} such groups",
+                )
+        return places
+
+    def _are_as_large(
+        self, members: list[list[str]], saved: Mapping[int, _SavedGroup], where: str
+    ) -> bool:
+        """Whether groups fit if the saved names are positions; False after adding a difference."""
+        catalog, path = self.builder.saved.catalog, saved_path(self.builder.saved, self.path)
+        numbers = are_numbers(saved_members(self.builder.saved, self.path) or [])
+        by_position = numbers or (path in catalog.optimizers and catalog.optimizers[path] is None)
+        sizes = [len(group.names) for group in saved.values()]
+        wanted = [*map(len, members)]
+        if not by_position or not saved or sizes == wanted:
+            return True
+        theirs = {name for group in saved.values() for name in group.names}
+        by_chance = any(not theirs.isdisjoint(names) for names in members)
+        self.builder.differ(
+            where,
+            "structure" if by_chance else "missing",
+            f"the checkpoint numbers the parameters of its groups, which have {sizes}, the groups "
+            f"of the target have {wanted}; give the optimizer the same groups, or save it with its "
+            "modules, so that the parameters have names",
+        )
+        return False
+
+    def _find_divided(self, places: list[int | None], where: str) -> None:
+        """Adds a difference for groups with other options that are one in the checkpoint."""
+        first: dict[int, int] = {}
+        groups = self.optimizer.param_groups
+        for position, at in enumerate(places):
+            if at is None:
+                continue
+            other = first.setdefault(at, position)
+            differing = _differing_options(groups[other], groups[position])
+            if differing:
+                self.builder.differ(
+                    f"{where}.{position}",
+                    "structure",
+                    f"its parameters are in group {at} of the checkpoint, as those of the target's "
+                    f"group {other}, which has another {', '.join(differing)}; give the optimizer "
+                    f"the same groups, or keep its own options with exclude={where!r}",
+                )
 
     def _group_of(self, members: list[str], group_of: Mapping[str, int], where: str) -> int | None:
         """Returns the saved group that had these parameters; None after adding a difference."""
@@ -154,18 +296,8 @@ class _OptimizerMatch:
 
     def _renamed(self, name: str) -> str:
         """Returns a parameter's name in the target, by the rename of its state."""
-        state = join(join(self._saved_path, "state"), name)
+        state = join(join(saved_path(self.builder.saved, self.path), "state"), name)
         return self.builder.saved.rename(state).removeprefix(join(self.path, "state") + ".")
-
-    @property
-    def _saved_path(self) -> str:
-        """The optimizer's own path in the checkpoint; its path in the target if that is unknown."""
-        groups = join(self.path, "param_groups")
-        leaf = next(iter(self.builder.saved.under(groups)), groups)
-        before = f".{self.builder.saved.before.get(leaf, leaf)}"
-        tail = f".{leaf}"[len(self.path) + 1 if self.path else 0 :]
-        is_below = leaf.startswith(groups) and before.endswith(tail)
-        return before.removesuffix(tail).removeprefix(".") if is_below else self.path
 
     # State.
 
@@ -204,21 +336,25 @@ class _OptimizerMatch:
         """Matches the saved state of one parameter (rule 2)."""
         parameter, state = named.parameter, join(self.path, "state")
         if named.slices:
-            held_now = self.optimizer.state.get(parameter, {})
-            step = match_slices(self.builder, named, held_now, state)
-            return dict if named.is_idle else step  # each rank matches: all find equal differences
+            held_now = state_of(self.optimizer).get(parameter, {})
+            divided = match_slices(self.builder, named, held_now, state)
+            if named.is_idle:  # each rank matches: all find equal differences
+                return _nothing
+            return lambda: divided() or None
         name = named.names[0]
         where = join(state, name)
         mine = held.get(name, {}) if isinstance(held, dict) else {}
         below = self.builder.saved.under(where)
         if where in self.builder.left_out:
-            return lambda: mine
+            return lambda: mine or None
         if below and not any(entry in self.builder.selection for entry in below):
-            return lambda: mine
+            return lambda: mine or None
         saved = self.builder.saved.node(where)
         if isinstance(saved, Missing):
-            return dict
+            return _nothing
         self.builder.used.update(below)
+        if named.is_idle:  # another rank keeps it
+            return _nothing
         for unknown in unknown_classes(saved):
             self.builder.differ(
                 where,
@@ -230,15 +366,21 @@ class _OptimizerMatch:
         def like(entry: str, record: TensorRecord) -> torch.Tensor:
             key = entry[len(where) + 1 :]
             existing = mine.get(key) if isinstance(mine, dict) else None
+            dtype, strides = torch_dtype(record.dtype.torch_name), record.strides
             if (
                 isinstance(existing, torch.Tensor)
                 and tuple(existing.shape) == record.shape
-                and str(existing.dtype) == f"torch.{record.dtype.torch_name}"
+                and existing.dtype == dtype
+                and (
+                    strides is None or type(existing) is not torch.Tensor or _has(existing, strides)
+                )
             ):
                 return existing
-            if record.shape == tuple(parameter.shape) and key != STEP:
-                return zeros_placed_like(parameter, torch_dtype(record.dtype.torch_name))
-            return whole_tensor(record)
+            if record.shape != tuple(parameter.shape) or key == STEP:
+                return whole_tensor(record)
+            if strides is None or type(parameter) not in ORDINARY:
+                return zeros_placed_like(parameter, dtype)
+            return torch.empty_strided(record.shape, strides, dtype=dtype, device=parameter.device)
 
         step = match_with_blocks(self.builder, parameter, saved, where, like)
         if not isinstance(mine, dict) or not isinstance(saved, dict):
@@ -250,6 +392,34 @@ class _OptimizerMatch:
             return kept | loaded if isinstance(loaded, dict) else loaded
 
         return with_own
+
+
+def _nothing() -> None:
+    """Installs no state of a parameter."""
+
+
+def _has(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> bool:
+    """Whether a plain tensor has these strides in all dimensions of more than one element."""
+    if strides is None or type(tensor) is not torch.Tensor:
+        return True
+    found = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    return all(size == 1 or step == other for size, step, other in found)
+
+
+def _differing_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Returns the options that two groups have with different values."""
+    skipped = ("params", "param_names")
+
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+            return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
+        return bool(a == b)
+
+    return [
+        key
+        for key in dict.fromkeys([*one, *other])
+        if key not in skipped and not (key in one and key in other and same(one[key], other[key]))
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,10 +445,11 @@ def _undo_casts(
     optimizer: Optimizer, parameters: list[torch.Tensor], state: Mapping[int, object]
 ) -> None:
     """Restores the saved dtype of state that torch cast to the parameter's dtype (rule 4)."""
+    kept = state_of(optimizer)
     for index, entries in state.items():
         if not isinstance(entries, dict):
             continue
-        now = optimizer.state[parameters[index]]
+        now = kept.get(parameters[index], {})
         for key, value in entries.items():
             held = now.get(key)
             both = isinstance(value, torch.Tensor) and isinstance(held, torch.Tensor)

@@ -1,60 +1,165 @@
-"""Optimizers saved by torch's own `state_dict`, which numbers parameters in the place of names.
+"""The names of saved optimizer state as the target has them, however the optimizer was saved.
 
-Trainer, Accelerate, Lightning and most scripts save such a state. Number i is the i-th parameter of
-all groups in their order, as for torch's `load_state_dict`. Rules:
+The name of a parameter in a saved optimizer depends on the modules that the optimizer had then, and
+other programs number parameters. Rules:
 
-1. The numbers become the names of the target's parameters in the order of its groups, if both sides
-   have as many groups with as many parameters each.
-2. A flat parameter holds several parameters in an order of its own, so it has no number. Its
+1. A native checkpoint tells for each optimizer the module of its names. A parameter is the one
+   with the same key path, after `rename=`. A name that `rename=` changes in the optimizer itself is
+   final.
+2. Numbers become names in the order of the groups, as for torch's `load_state_dict`, if both sides
+   have as many groups with as many parameters each. Trainer, Accelerate, Lightning and most scripts
+   save numbers, and so does an optimizer without its modules.
+3. A flat parameter holds several parameters in an order of its own, so it has no number. Its
    optimizer is loaded from a state with names only.
+4. Another checkpoint does not tell the module of its names. Names that fit the target count as
+   they are. If none fits, they are tried with and without the paths of the target's modules, and
+   count if exactly one module has them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeGuard
 
 from torch.optim import Optimizer
 
 from ckpt.state.saved import Saved, nodes_in
-from ckpt.state.stateful import ParameterNames
-from formats.catalog import Tree, join
+from ckpt.state.stateful import OptimizerNames, ParameterNames
+from formats.catalog import Key, Tree, join
 from sharding.describe.members import NamedParameter
 
 
-def named_by_position(saved: Saved, state: object, parameters: ParameterNames) -> Saved:
-    """Returns a checkpoint whose numbered optimizer states have the names of the target's.
+def named_like_target(saved: Saved, state: object, parameters: ParameterNames) -> Saved:
+    """Returns a checkpoint whose optimizer states have the names of the target's parameters.
 
-    `parameters` has the names of the modules' parameters. Returns `saved` if nothing is numbered.
+    `parameters` has the names of the target's modules. Returns `saved` if no name changes.
     """
     table: dict[str, str] = {}
     for path, optimizer in nodes_in(state, _is_optimizer):
-        numbers = _numbers(saved.node(join(path, "param_groups")))
-        if [len(group["params"]) for group in optimizer.param_groups] != [*map(len, numbers)]:
-            continue
-        named = parameters.of(optimizer)
-        flat = [number for group in numbers for number in group]
-        if flat == [*range(len(named))] and not any(map(_is_flat, named)):
+        members = saved_members(saved, path)
+        if members is not None:
+            names = _new_names(saved, path, members, parameters.of(optimizer), optimizer)
             where = join(path, "state")
-            for number, each in enumerate(named):
-                if each.names[0] != str(number):
-                    table[join(where, number)] = join(where, each.names[0])
+            for old, new in names.items():
+                if str(old) != new:
+                    table[join(where, old)] = join(where, new)
     return saved.renamed(table) if table else saved
+
+
+def saved_members(saved: Saved, path: str) -> list[list[Key]] | None:
+    """Returns the names of the parameters of each saved group; None if the groups are not lists."""
+    groups = saved.node(join(path, "param_groups"))
+    found: list[list[Key]] = []
+    for group in groups if isinstance(groups, list) else ():
+        members: Tree = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(members, list | tuple):
+            return None
+        found.append([name for name in members if isinstance(name, str | int)])
+    return found or None
+
+
+def saved_path(saved: Saved, path: str) -> str:
+    """Returns the path in the checkpoint of a target's optimizer; the same path if unknown."""
+    groups = join(path, "param_groups")
+    leaf = next(iter(saved.under(groups)), groups)
+    before = f".{saved.before.get(leaf, leaf)}"
+    tail = f".{leaf}"[len(path) + 1 if path else 0 :]
+    is_below = leaf.startswith(groups) and before.endswith(tail)
+    return before.removesuffix(tail).removeprefix(".") if is_below else path
+
+
+def are_numbers(members: Sequence[Sequence[Key]]) -> bool:
+    """Whether saved groups number their parameters, as torch does."""
+    return all(type(name) is int for group in members for name in group)
+
+
+def _new_names(
+    saved: Saved,
+    path: str,
+    members: list[list[Key]],
+    target: OptimizerNames,
+    optimizer: Optimizer,
+) -> Mapping[Key, str]:
+    """Returns the target's name of each saved parameter of an optimizer."""
+    flat = [name for group in members for name in group]
+    own, optimizers = saved_path(saved, path), saved.catalog.optimizers
+    module = optimizers.get(own, "")
+    labels = [name for named in target.named for name in named.names]
+    if are_numbers(members) or (own in optimizers and module is None):
+        return _by_position(members, target, optimizer)
+    texts = [str(name) for name in flat]
+    new = {text: _renamed(saved, own, path, text) for text in texts}
+    if own not in optimizers or module is None:
+        guessed: Mapping[Key, str] = dict(_guessed([*new.values()], target, labels))
+        return guessed or _of_old(members, target, optimizer)
+    by_path = dict(zip(_paths(target), labels, strict=True))
+    taken, prefix = set(labels), f"{target.module}." if target.module else ""
+    found: dict[Key, str] = {}
+    for text in texts:
+        if new[text] == text:
+            full = saved.rename(join(module, text))
+            label = by_path.get(full) or full.removeprefix(prefix)
+            while label in taken and full not in by_path:
+                label = f"other.{label}"  # by chance the name of another parameter of the target
+            found[text] = label
+    return found
+
+
+def _paths(target: OptimizerNames) -> list[str]:
+    """Returns the key path of each parameter; positions are no paths."""
+    labels = [name for named in target.named for name in named.names]
+    return [join(target.module, label) if target.module is not None else "" for label in labels]
+
+
+def _renamed(saved: Saved, own: str, path: str, name: str) -> str:
+    """Returns a parameter's name in the target, by the rename of its state."""
+    renamed = saved.rename(join(join(own, "state"), name))
+    return renamed.removeprefix(join(path, "state") + ".")
+
+
+def _by_position(
+    members: Sequence[Sequence[Key]], target: OptimizerNames, optimizer: Optimizer
+) -> dict[Key, str]:
+    """Returns the names in the order of the groups; none if these have other sizes (rule 2)."""
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if sizes != [*map(len, members)] or any(map(_is_flat, target.named)):
+        return {}
+    flat = [name for group in members for name in group]
+    return {name: named.names[0] for name, named in zip(flat, target.named, strict=True)}
+
+
+def _of_old(
+    members: Sequence[Sequence[Key]], target: OptimizerNames, optimizer: Optimizer
+) -> Mapping[Key, str]:
+    """Returns the names of the texts "0", "1", ... that stand for positions in old checkpoints."""
+    flat = [name for group in members for name in group]
+    labels = {name for named in target.named for name in named.names}
+    if flat != [str(number) for number in range(len(flat))] or not labels.isdisjoint(
+        map(str, flat)
+    ):
+        return {}
+    return _by_position(members, target, optimizer)
+
+
+def _guessed(
+    names: list[str], target: OptimizerNames, labels: list[str]
+) -> Iterator[tuple[str, str]]:
+    """Yields names of an unknown module with those of the target (rule 4)."""
+    if target.module is None or not names or not set(labels).isdisjoint(names):
+        return
+    by_path = dict(zip(_paths(target), labels, strict=True))
+    if not by_path.keys().isdisjoint(names):  # saved with several modules, loaded with one
+        yield from ((name, by_path[name]) for name in names if name in by_path)
+        return
+    fitting = [
+        module for module in target.modules if all(join(module, name) in by_path for name in names)
+    ]
+    if len(fitting) == 1:
+        yield from ((name, by_path[join(fitting[0], name)]) for name in names)
 
 
 def _is_flat(named: NamedParameter) -> bool:
     return bool(named.slices) or len(named.names) != 1
-
-
-def _numbers(groups: object) -> Sequence[Sequence[int]]:
-    """Returns the numbers of the parameters of each saved group; none if one has names."""
-    found = []
-    for group in groups if isinstance(groups, list) else ():
-        members: Tree = group.get("params") if isinstance(group, dict) else None
-        if not isinstance(members, list | tuple) or any(type(each) is not int for each in members):
-            return []
-        found.append([each for each in members if type(each) is int])
-    return found
 
 
 def _is_optimizer(node: object) -> TypeGuard[Optimizer]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, TypeGuard
 
@@ -29,14 +29,17 @@ from ckpt.state.stateful import (
     ParameterNames,
     Stateful,
     call_of,
+    check_whole,
     has_address,
     identity,
+    is_packed,
     optimizer_entries,
+    packed_state,
     parameter_names,
 )
 from ckpt.state.tensor_kinds import ORDINARY, awaited, check_mode, kind_problem, memory_problem
 from ckpt.state.typed_values import OF_TYPE, Kind, is_number, is_plain_array, typed
-from formats.catalog import TensorRef, Tree, TypedValue, join
+from formats.catalog import Key, TensorRef, Tree, TypedValue, join
 from formats.dtypes import DType, dtype_of_torch
 from formats.errors import UnsupportedError
 from formats.limits import current
@@ -46,14 +49,15 @@ from formats.safetensors_header import METADATA_KEY
 from sharding.describe.describing import TensorLike, describe, describe_module, part_of
 from sharding.describe.dtensor import described_before
 from sharding.describe.local_part import LocalPart
-from sharding.layout import Layout, Mesh
+from sharding.layout import Layout, Mesh, is_dense
 
 MAX_INTEGER_BITS = 8192
 """Larger integers have more digits than Python reads back from text."""
 PLAIN = (NoneType, bool, float, str, bytes, complex)
 """Types whose values stand for themselves."""
 KEYS = (str, bool, float, NoneType)
-"""Types of keys that stand for themselves; a subclass may have another text."""
+"""Types of keys, and of parts of a tuple, that stand for themselves; a subclass may have another
+text."""
 DICTS = (dict, OrderedDict, defaultdict, Counter)
 """Types that are stored as a dict; a MultiStepLR keeps its milestones in a Counter."""
 SPREAD = (torch.Tensor, LocalPart)
@@ -70,6 +74,10 @@ class FlatState:
     """The tensors by name, in the state's order; tied tensors once, under their first name."""
     aliases: dict[str, str]
     tree: Tree
+    strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The strides of whole tensors that are packed in another order than row-major."""
+    optimizers: Mapping[str, str | None] = field(default_factory=dict)
+    """The key path of each optimizer, and the module of its parameters' names (`Catalog`)."""
 
 
 def flatten(state: object, world: Mesh) -> FlatState:
@@ -107,8 +115,9 @@ class _Flattener:
         self.known: dict[str, KnownNest] = {}
         """Nests of this state, for the next save; no two of them share a tensor."""
         self._ties = KnownTies()
-        self.found = Described({}, {}, [], {}, {})
-        self._leaves, self._aliases, self._names, self._at, self._seen = self.found
+        self.found = Described({}, {}, [], {}, {}, {})
+        self._leaves, self._aliases, self._names, self._at, self._seen, self._strides = self.found
+        self._optimizers: dict[str, str | None] = {}
         self._paths: dict[str, tuple[object, ...]] = {}
         self._keep: list[object] = []
         self._tensors = 0
@@ -119,7 +128,7 @@ class _Flattener:
         tree = self._walk(state, (), "")
         if len(set(self._names)) != len(self._names):
             return None
-        return FlatState(self._leaves, self._aliases, tree)
+        return FlatState(self._leaves, self._aliases, tree, self._strides, self._optimizers)
 
     def _walk(self, node: object, path: tuple[object, ...], name: str) -> Tree:
         kind = type(node)
@@ -169,7 +178,15 @@ class _Flattener:
         )
 
     def _optimizer(self, node: Optimizer, path: tuple[object, ...], name: str) -> Tree:
-        entries = optimizer_entries(node, self._parameters.of(node), shown(path))
+        packed = packed_state(node, shown(path))
+        if not is_packed(packed):
+            check_whole(node, shown(path))
+            self._keep.append(packed)
+            return self._walk(packed, path, name)
+        named, module, _ = self._parameters.of(node)
+        if named:
+            self._optimizers[name] = module
+        entries = optimizer_entries(packed, named, shown(path))
         state = join(name, "state")
         kept: Any = entries.pop("state")
         return {
@@ -198,6 +215,7 @@ class _Flattener:
             return False
         self._leaves.update(found.leaves)
         self._aliases.update(nest.ties.aliases)
+        self._strides.update(nest.strides)
         self._names.extend(nest.names)
         self._tensors += len(found.given)
         return True
@@ -251,6 +269,9 @@ class _Flattener:
         dtype = _DTYPES.get(given.dtype) or _dtype_of(given.dtype, path)
         if first is name:
             self._leaves[name] = Leaf(name, dtype, local, layout, given)
+            is_ordered = type(given) not in ORDINARY or local.is_contiguous()
+            if not is_ordered and is_dense(local.shape, local.stride()):
+                self._strides[name] = local.stride()
         else:
             self._aliases[name] = first
         return TensorRef(first)
@@ -297,18 +318,17 @@ class _Flattener:
         if other is not path and other != path:
             raise _same_name(other, path, name)
 
-    def _key(
-        self, key: object, path: tuple[object, ...], entries: Mapping[Any, object]
-    ) -> str | int | float | bool | None:
+    def _key(self, key: object, path: tuple[object, ...], entries: Mapping[Any, object]) -> Key:
         if key == "" and not path:
             raise StateError("state['']: the name of a top entry cannot be empty; rename the key")
-        if type(key) is int:
-            _integer(key, path)
-        elif type(key) not in KEYS:
-            raise StateError(
-                f"{shown(path)}: the key {key!r:.80} of type {type(key).__qualname__} cannot be "
-                f"stored; {instead_of_key(key)}"
-            )
+        for part in key if type(key) is tuple and key else (key,):
+            if type(part) is int:
+                _integer(part, path)
+            elif type(part) not in KEYS:
+                raise StateError(
+                    f"{shown(path)}: the key {key!r:.80} of type {type(key).__qualname__} cannot "
+                    f"be stored; {instead_of_key(key)}"
+                )
         if type(key) is not str and str(key) in entries:
             raise _same_name((*path, key), (*path, str(key)), str(key))
         return key  # type: ignore[return-value]

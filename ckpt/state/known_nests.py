@@ -67,6 +67,8 @@ class Described(NamedTuple):
     """The first name of the tensor at each address."""
     seen: dict[object, str]
     """The first name of each tensor, by its `identity`."""
+    strides: dict[str, tuple[int, ...]]
+    """The strides of whole tensors that are packed in another order than row-major."""
 
 
 class Found(NamedTuple):
@@ -164,6 +166,7 @@ class KnownNest:
     """The names of all leaves."""
     facts: list[list[Any]]
     ties: _Ties
+    strides: dict[str, tuple[int, ...]]
     tree: Tree
     specs: list[ReferenceType[Any]]
     gone: list[ReferenceType[Any]]
@@ -228,6 +231,7 @@ def known(
         names,
         tensors.facts(),
         ties,
+        {name: state.strides[name] for name in names if name in state.strides},
         tree,
         [ref(spec, gone.append) for spec in specs.values()],
         gone,

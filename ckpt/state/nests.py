@@ -136,25 +136,28 @@ def _are_groups(tree: Tree) -> TypeGuard[_Groups]:
 def _merged_groups(first: _Groups, second: _Groups, ranks: tuple[int, int], path: str) -> Tree:
     """Merges parameter groups: equal options make one group, and a parameter keeps its first group.
 
-    A group has all options that a rank has for one of its parameters.
+    A group has all options that a rank has for one of its parameters. A group without parameters
+    stays, too.
     """
     united = [_options(group) for group in first]
     members = [[*_members(group)] for group in first]
     place = {name: at for at, names in enumerate(members) for name in names}
     given = [_options(group) for group in first]
-    for group in second:
+    for position, group in enumerate(second):
         options, names = _options(group), _members(group)
         new = [name for name in names if name not in place]
         for at in {place[name] for name in names if name in place}:
             union = merged_trees(united[at], options, ranks, join(path, at))
             assert isinstance(union, dict)
             united[at] = union
-        if new:
+        if new or not names:
             if options not in given:
                 given.append(options)
                 united.append(options)
                 members.append([])
-            at = given.index(options)
+            # Groups with equal options stay apart if the ranks have them at the same positions.
+            is_there = position < len(first) and given[position] == options
+            at = position if is_there else given.index(options)
             members[at] += new
             place.update(dict.fromkeys(new, at))
     return [{**options, "params": [*names]} for options, names in zip(united, members, strict=True)]

@@ -21,7 +21,7 @@ import torch
 
 from formats.dtypes import BY_TORCH_NAME
 
-KEYS = "keys are strings, numbers or None"
+KEYS = "keys are strings, numbers, None or tuples of these"
 STATES = (
     "a state holds tensors, numbers, strings, bytes, None, dicts, lists, tuples, sets, deques, "
     "paths, dates, torch dtypes and devices, and objects with state_dict() and load_state_dict()"

@@ -51,6 +51,22 @@ def nodes_in(
             yield from nodes_in(item, is_wanted, join(path, index))
 
 
+def node_at(tree: Tree, path: str) -> Tree | Missing:
+    """Returns the node of a nest of dicts with this name.
+
+    >>> node_at({"a.b": {"c": 1}}, "a.b.c")
+    1
+    """
+    if not path:
+        return tree
+    for key, item in tree.items() if isinstance(tree, dict) else ():
+        if path == str(key) or path.startswith(f"{key}."):
+            found = node_at(item, path[len(str(key)) + 1 :])
+            if not isinstance(found, Missing):
+                return found
+    return MISSING
+
+
 def by_name(entries: Iterable[tuple[str, _T]], where: str = "the checkpoint") -> dict[str, _T]:
     """Returns the entries by name. Raises StateError if two entries have one name.
 

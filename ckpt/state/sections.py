@@ -38,7 +38,8 @@ def fingerprints(described: StateSpec) -> tuple[int, int]:
     values: list[object] = []
     keys = outline(described.tree, values)
     aliases = sorted(described.aliases.items())
-    structure = _hash((_last_tensors_hash(described.tensors), aliases, keys))
+    optimizers = sorted(described.optimizers.items())
+    structure = _hash((_last_tensors_hash(described.tensors), aliases, keys, optimizers))
     return structure, _hash((structure, values))
 
 
@@ -75,13 +76,16 @@ def short_hash(data: bytes) -> int:
 
 def summary(described: StateSpec) -> bytes:
     """Returns a state spec as bytes for another rank."""
-    return dump(Manifest(described.tensors, described.aliases, described.tree, ()))
+    d = described
+    strides, optimizers = d.strides, d.optimizers
+    return dump(Manifest(d.tensors, d.aliases, d.tree, (), strides=strides, optimizers=optimizers))
 
 
 def unpacked_summary(text: bytes) -> StateSpec:
     """Returns the state spec in the bytes of another rank."""
     manifest = load(text, "another rank's summary", stored=False)
-    return StateSpec(manifest.tensors, manifest.aliases, manifest.tree)
+    m = manifest
+    return StateSpec(m.tensors, m.aliases, m.tree, m.strides, m.optimizers)
 
 
 def merge(ranks: Ranks, mine: StateSpec) -> Callable[[], StateSpec]:
@@ -142,7 +146,10 @@ def _section(described: StateSpec, tree: dict[Key, Tree]) -> StateSpec:
     places = [(name, leaf.name) for name, leaf in leaves(tree) if isinstance(leaf, TensorRef)]
     tensors = {name: described.tensors[name] for name, stored in places if name == stored}
     aliases = {name: stored for name, stored in places if name != stored}
-    return StateSpec(tensors, aliases, tree)
+    strides = {name: described.strides[name] for name in tensors if name in described.strides}
+    keys = tuple(f"{key}." for key in tree)
+    optimizers = {p: m for p, m in described.optimizers.items() if f"{p}.".startswith(keys)}
+    return StateSpec(tensors, aliases, tree, strides, optimizers)
 
 
 _Table: TypeAlias = list[tuple[int, tuple[int, ...]]]

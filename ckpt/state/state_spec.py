@@ -10,12 +10,12 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckpt.errors import StateError
 from ckpt.state.nests import merged_trees
 from ckpt.state.saved import by_name, leaves
-from formats.catalog import Tree
+from formats.catalog import Tree, join
 from formats.native.manifest import StoredTensor
 from sharding.layout import Layout, Mesh, Replicate
 
@@ -27,6 +27,10 @@ class StateSpec:
     tensors: Mapping[str, StoredTensor]
     aliases: Mapping[str, str]
     tree: Tree
+    strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """As in `FlatState`; each rank may have others, and the lowest rank's count."""
+    optimizers: Mapping[str, str | None] = field(default_factory=dict)
+    """As in `FlatState`."""
 
 
 def with_layout(tensor: StoredTensor, layout: Layout) -> StoredTensor:
@@ -60,7 +64,35 @@ def merged(summaries: Sequence[tuple[Sequence[int], StateSpec]], world: Mesh) ->
     tree = _merged_tree([(min(ranks, default=0), described.tree) for ranks, described in summaries])
     uniting = _Uniting(world)
     tensors = {name: uniting.united(name, entries) for name, entries in held.items()}
-    return StateSpec(tensors, aliases, tree)
+    strides = {name: steps for _, d in reversed(summaries) for name, steps in d.strides.items()}
+    return StateSpec(tensors, aliases, tree, strides, _merged_optimizers(summaries))
+
+
+def _merged_optimizers(
+    summaries: Sequence[tuple[Sequence[int], StateSpec]],
+) -> dict[str, str | None]:
+    """Returns the module of each optimizer's names, without optimizers of different modules.
+
+    Raises StateError if two modules' parameters have one name in such an optimizer.
+    """
+    modules: dict[str, dict[str | None, int]] = {}
+    for ranks, described in summaries:
+        for path, module in described.optimizers.items():
+            modules.setdefault(path, {}).setdefault(module, min(ranks, default=0))
+    for path in (path for path, found in modules.items() if len(found) > 1):
+        place: dict[str, tuple[str | None, int]] = {}
+        for ranks, described in summaries:
+            mine = described.optimizers.get(path), min(ranks, default=0)
+            for name in described.tensors if path in described.optimizers else ():
+                if not name.startswith(join(path, "state.")):
+                    continue
+                module, rank = place.setdefault(name, mine)
+                if module != mine[0]:
+                    raise StateError(
+                        f"{name}: of a parameter of {module!r} on rank {rank}, of {mine[0]!r} on "
+                        f"rank {mine[1]}; give the optimizers of different modules different keys"
+                    )
+    return {path: next(iter(found)) for path, found in modules.items() if len(found) == 1}
 
 
 def _merged_tree(trees: Sequence[tuple[int, Tree]]) -> Tree:

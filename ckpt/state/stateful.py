@@ -8,25 +8,30 @@ Rules:
    parameter has an entry.
 2. An optimizer's entries are keyed by its parameters' names in the modules of the same state, never
    by position, so that they fit any world size, grouping and wrapper:
-   `{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`. If there are several
-   modules, the key of its module precedes a parameter's name. If the state has no modules, the keys
-   are positions.
+   `{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`. If an optimizer has
+   parameters of several modules, or tensors that are entries of the state themselves, the names are
+   key paths: that of the module precedes a parameter's name. If no entry of the state has its
+   parameters, the keys are positions, as in torch. State under other keys keeps them.
 3. State with the shape of a flat parameter is divided among the names like the parameter; a single
    number (`step`) belongs to each name. A parameter has no entry on a rank that holds none of its
    elements, if the optimizer keeps no state for it there.
 4. A tensor of the state that wraps other tensors is a dict of them (`ckpt.state.subclass_state`).
 5. Any other object with `state_dict()` and `load_state_dict()` is its state dict;
-   `ckpt.match.match_stateful` loads it.
+   `ckpt.match.match_stateful` loads it. So is an optimizer whose `state_dict()` has a form of its
+   own, as that of one around another.
+6. A ZeroRedundancyOptimizer keeps the state of some parameters on each rank. Each rank has these
+   entries, and the groups have all parameters.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import nn
@@ -78,33 +83,100 @@ def call_of(method: str, entry: str) -> Iterator[None]:
         raise
 
 
+class OptimizerNames(NamedTuple):
+    """The names of an optimizer's parameters, in the order of its groups (rule 2)."""
+
+    named: list[NamedParameter]
+    module: str | None
+    """The key path of the module that has these names; "" for key paths, None for positions."""
+    modules: frozenset[str] = frozenset()
+    """The key paths of all modules that have parameters of the optimizer."""
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterNames:
     """The names of parameters, by identity, for the optimizers of one state."""
 
     found: Mapping[int, tuple[str, NamedParameter]]
     """id(parameter) -> (key path of its module, its names in the module)."""
+    state: object
 
-    def of(self, optimizer: Optimizer) -> list[NamedParameter]:
-        """Returns the names of the optimizer's parameters, in the order of its groups (rule 2)."""
+    def of(self, optimizer: Optimizer) -> OptimizerNames:
+        """Returns the names of the optimizer's parameters (rule 2).
+
+        Raises StateError if only some of them have names.
+        """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         found = [self.found.get(id(p)) for p in parameters]
+        if None in found and parameters:
+            entries = dict(_tensor_entries(self.state))
+            found = [one or entries.get(id(p)) for one, p in zip(found, parameters, strict=True)]
         known = [entry for entry in found if entry is not None]
         if not known:
             _check_undivided(parameters)
-            return [NamedParameter(p, (str(index),)) for index, p in enumerate(parameters)]
+            positions = [NamedParameter(p, (str(at),)) for at, p in enumerate(parameters)]
+            return OptimizerNames(_without_others(optimizer, positions), None)
         if len(known) < len(found):
             at = found.index(None)
             raise StateError(
                 f"the optimizer's parameter {at} of shape {tuple(parameters[at].shape)} belongs to "
-                "no module of the state, others do: put all of its modules into the state"
+                "no module of the state and is no entry of it, others do: put all of its modules "
+                "and tensors into the state"
             )
-        if len({module for module, _ in known}) > 1:
-            return [
-                named._replace(names=tuple(join(module, one) for one in named.names))
-                for module, named in known
-            ]
-        return [named for _, named in known]
+        paths = {module for module, _ in known}
+        if len(paths) == 1:
+            named = _without_others(optimizer, [each for _, each in known])
+            return OptimizerNames(named, next(iter(paths)), frozenset(paths))
+        full = [
+            named._replace(names=tuple(join(module, one) for one in named.names))
+            for module, named in known
+        ]
+        return OptimizerNames(_without_others(optimizer, full), "", frozenset(paths))
+
+
+def _without_others(optimizer: Optimizer, named: list[NamedParameter]) -> list[NamedParameter]:
+    """Returns the names; those of parameters whose state another rank keeps are idle (rule 6)."""
+    if not _is_zero_redundancy(optimizer):
+        return named
+    own = {id(p) for group in _keeper_of_state(optimizer).param_groups for p in group["params"]}
+    return [each._replace(is_idle=id(each.parameter) not in own) for each in named]
+
+
+def _is_zero_redundancy(optimizer: Optimizer) -> bool:
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+
+
+def _keeper_of_state(optimizer: Any) -> Any:
+    """Returns the optimizer that keeps this rank's state: another one in rule 6."""
+    if not _is_zero_redundancy(optimizer):
+        return optimizer
+    if not hasattr(optimizer, "optim"):
+        raise StateError(
+            "a ZeroRedundancyOptimizer with overlap_with_ddp=True has no state before the buckets "
+            "of DistributedDataParallel are built: train a few steps before this call"
+        )
+    return optimizer.optim
+
+
+def state_of(optimizer: Optimizer) -> Mapping[Any, Any]:
+    """Returns the state that an optimizer keeps on this rank, by its parameters."""
+    found: Mapping[Any, Any] = _keeper_of_state(optimizer).state
+    return found
+
+
+def _tensor_entries(
+    state: object, path: tuple[object, ...] = ()
+) -> Iterator[tuple[int, tuple[str, NamedParameter]]]:
+    """Yields the tensors that are entries of a nest, by their ids; the first entry of each last."""
+    if isinstance(state, torch.Tensor):
+        yield id(state), ("", NamedParameter(state, (reduce(join, path, ""),)))
+    elif isinstance(state, Mapping):
+        for key, item in reversed([*state.items()]):
+            yield from _tensor_entries(item, (*path, key))
+    elif isinstance(state, list | tuple):
+        for index, item in reversed([*enumerate(state)]):
+            yield from _tensor_entries(item, (*path, index))
 
 
 def parameter_names(state: object) -> ParameterNames:
@@ -117,7 +189,7 @@ def parameter_names(state: object) -> ParameterNames:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             named = NamedParameter(parameter, (clean.of(name),))
             found.setdefault(id(parameter), (path, named))
-    return ParameterNames(found)
+    return ParameterNames(found, state)
 
 
 def _check_undivided(parameters: list[torch.Tensor]) -> None:
@@ -151,16 +223,58 @@ def modules(state: object, path: tuple[object, ...] = ()) -> Iterator[tuple[str,
             yield from modules(item, (*path, index))
 
 
+def packed_state(optimizer: Optimizer, path: str) -> Any:
+    """Returns the optimizer's state dict; of a ZeroRedundancyOptimizer, this rank's (rule 6)."""
+    if not _is_zero_redundancy(optimizer):
+        with call_of("state_dict", path):
+            return optimizer.state_dict()
+    held = state_of(optimizer)
+    with call_of("state_dict", path):
+        packed = Optimizer.state_dict(optimizer)
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = {id(parameter): number for number, parameter in enumerate(every)}
+    packed["state"] = {
+        numbers[id(key)] if isinstance(key, torch.Tensor) else key: value
+        for key, value in held.items()
+    }
+    return packed
+
+
+def is_packed(state: Any) -> bool:
+    """Whether a state dict has the form of torch's optimizers (rule 5)."""
+    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
+        return False
+    groups = state.get("param_groups")
+    return isinstance(groups, list) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple)
+        for group in groups
+    )
+
+
+def check_whole(optimizer: Optimizer, path: str) -> None:
+    """Raises StateError if parameters are divided, for an optimizer with a form of its own.
+
+    Its state dict does not tell which entries are divided like them.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if hasattr(parameter, "_local_tensor") or is_divided(parameter):
+                kind = type(optimizer).__qualname__
+                raise StateError(
+                    f"{path}: state_dict() of this {kind} has a form of its own, without names of "
+                    "parameters, and the parameters are divided among ranks: put the optimizer "
+                    "inside of it into the state, and its other values under keys of their own"
+                )
+
+
 def optimizer_entries(
-    optimizer: Optimizer, named: list[NamedParameter], path: str
+    packed: Mapping[str, Any], named: list[NamedParameter], path: str
 ) -> dict[str, object]:
-    """Returns the optimizer's state dict with names for its parameters (rules 2 and 3)."""
+    """Returns an optimizer's state dict with names for its parameters (rules 2 and 3)."""
     every = list(chain.from_iterable(entry.names for entry in named))
     if len(set(every)) != len(every):
         twice = next(name for name in every if every.count(name) > 1)
         raise StateError(f"{path}: two parameters of the optimizer have the name {twice}")
-    with call_of("state_dict", path):
-        packed = optimizer.state_dict()
     state: dict[object, object] = {}
     for key, value in packed["state"].items():
         if isinstance(key, int) and key < len(named):
@@ -172,6 +286,11 @@ def optimizer_entries(
                 state |= _divided(entry, _by_its_tensors(value, plain, where), path)
             else:
                 state[entry.names[0]] = _by_its_tensors(value, taken_apart, where)
+        elif str(key) in set(every):
+            raise StateError(
+                f"{path}['state'][{key!r}]: the optimizer has a parameter of this name too; rename "
+                "the parameter"
+            )
         else:
             state[key] = value
     groups = [

@@ -31,11 +31,17 @@ def catalog_of(whole: StateSpec) -> Catalog:
     """Returns the state of all ranks as a catalog without files."""
     records = {
         name: TensorRecord(
-            name, tensor.shape, tensor.dtype, PeerPieces(tensor.layout), tensor.layout
+            name,
+            tensor.shape,
+            tensor.dtype,
+            PeerPieces(tensor.layout),
+            tensor.layout,
+            whole.strides.get(name),
         )
         for name, tensor in whole.tensors.items()
     }
-    return Catalog("memory", records, whole.tree, (), whole.aliases)
+    tree, aliases, optimizers = whole.tree, whole.aliases, whole.optimizers
+    return Catalog("memory", records, tree, (), aliases, optimizers=optimizers)
 
 
 def fill_from_peers(

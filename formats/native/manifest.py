@@ -100,6 +100,10 @@ class Manifest:
     writer: Mapping[str, str] = field(default_factory=dict)
     bases: Sequence[Base | None] = ()
     """By their indices in shard files; None for a base that holds no chunk any more."""
+    strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The strides in memory of each whole tensor that was not row-major."""
+    optimizers: Mapping[str, str | None] = field(default_factory=dict)
+    """The key path of each optimizer, and the module of its parameters' names, as in `Catalog`."""
 
 
 def dump(manifest: Manifest) -> bytes:
@@ -129,6 +133,8 @@ def dump(manifest: Manifest) -> bytes:
                 [f.name, f.rank, f.size, f.header_bytes, f.table_bytes, f.digest]
                 for f in manifest.files
             ],
+            **({"strides": _strides_json(manifest.strides)} if manifest.strides else {}),
+            **({"optimizers": dict(manifest.optimizers)} if manifest.optimizers else {}),
         }
     )
     body = body[:-1] + b',"state":' + state + b"}"
@@ -170,6 +176,10 @@ def _mesh_json(mesh: Mesh) -> Json:
     if mesh.table:
         entry["table"] = list(mesh.table)
     return entry
+
+
+def _strides_json(strides: Mapping[str, tuple[int, ...]]) -> Json:
+    return {name: list(steps) for name, steps in strides.items()}
 
 
 def _base_json(base: Base) -> Json:

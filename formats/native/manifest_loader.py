@@ -50,6 +50,7 @@ from sharding.layout import (
     Shard,
     Split,
     StridedShard,
+    is_dense,
 )
 
 _HEX = re.compile(rb"[0-9a-f]{32}")
@@ -171,7 +172,25 @@ class Loader:
                 )
         writer = self._dict(self._content.get("writer"), "writer")
         said = {k: str(v) for k, v in writer.items()}
-        return Manifest(tensors, aliases, tree, files, said, bases)
+        strides = {
+            name: self._tensor_strides(name, tensors.get(name), steps)
+            for name, steps in self._dict(self._content.get("strides", {}), "strides").items()
+        }
+        optimizers: dict[str, str | None] = {}
+        for path, module in self._dict(self._content.get("optimizers", {}), "optimizers").items():
+            if module is not None and not isinstance(module, str):
+                raise FormatError(f"{self._file}: the module of the optimizer {path!r} is no text")
+            optimizers[path] = module
+        return Manifest(tensors, aliases, tree, files, said, bases, strides, optimizers)
+
+    def _tensor_strides(
+        self, name: str, stored: StoredTensor | None, steps: Json
+    ) -> tuple[int, ...]:
+        """Returns the strides of a tensor: memory with gaps or overlaps could have any size."""
+        found = self._integers(steps, f"the strides of {name}")
+        if stored is None or not is_dense(stored.shape, found):
+            raise FormatError(f"{self._file}: no tensor {name!r} has the strides {found[:8]}")
+        return found
 
     def _bases(self) -> tuple[Base | None, ...]:
         given = self._list(self._content.get("bases"), "bases")

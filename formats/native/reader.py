@@ -23,7 +23,7 @@ from formats.native.shard import open_shard
 from formats.safetensors_header import Header
 from formats.storage import LOCAL_READ_BYTES, Reader
 from formats.threads import Pool
-from sharding.layout import Box, Piece
+from sharding.layout import Box, Piece, row_major
 
 OPENERS = 8
 """The largest number of files that are opened at the same time on a server."""
@@ -37,11 +37,18 @@ def read(reader: Reader) -> Catalog:
     data = read_manifest(reader)
     manifest = load(data, f"{reader.url}/{MANIFEST}")
     shards = Shards(reader, manifest)
+    all_strides = manifest.strides
     return Catalog(
         format="ckpt",
         tensors={
             name: TensorRecord(
-                name, stored.shape, stored.dtype, shards.pieces(name, stored), stored.layout
+                name,
+                stored.shape,
+                stored.dtype,
+                shards.pieces(name, stored),
+                stored.layout,
+                # A manifest with strides lists all that are not row-major.
+                all_strides.get(name, row_major(stored.shape)) if all_strides else None,
             )
             for name, stored in manifest.tensors.items()
         },
@@ -53,6 +60,7 @@ def read(reader: Reader) -> Catalog:
         aliases=manifest.aliases,
         metadata=manifest.writer,
         bases=tuple(base.folder for base in manifest.bases if base is not None),
+        optimizers=manifest.optimizers,
     )
 
 

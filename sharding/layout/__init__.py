@@ -1,7 +1,7 @@
 """The layout algebra: the piece of a tensor that each rank holds. Pure integers, no torch."""
 
 from sharding.errors import HoleError
-from sharding.layout.box import Box, Piece, Shape, row_major, span_boxes
+from sharding.layout.box import Box, Piece, Shape, is_dense, row_major, span_boxes
 from sharding.layout.copies import Copy, copies_to
 from sharding.layout.layout import Layout
 from sharding.layout.mesh import Mesh
@@ -31,6 +31,7 @@ __all__ = [
     "Split",
     "StridedShard",
     "copies_to",
+    "is_dense",
     "row_major",
     "span_boxes",
 ]

@@ -30,6 +30,22 @@ def row_major(shape: Sequence[int]) -> Shape:
     return tuple(strides)
 
 
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether an array with these strides is packed: no gap, no element twice, in any order.
+
+    >>> is_dense((2, 3), (1, 2)), is_dense((2, 3), (4, 1)), is_dense((2, 3), (0, 1))
+    (True, False, False)
+    """
+    if len(shape) != len(strides):
+        return False
+    packed = 1
+    for step, size in sorted(zip(strides, shape, strict=True)):
+        if size != 1 and step != packed:
+            return False
+        packed *= size
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Box:
     """The half-open region `lo <= index < hi` of one tensor.

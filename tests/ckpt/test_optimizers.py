@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import ckpt
+from ckpt.errors import MismatchError, StateError
+from ckpt.sources import open_source
+from formats.native.manifest import MANIFEST, dump, read_manifest
+from formats.native.manifest_loader import load as load_manifest
 from tests.old_torch import TORCH_TRAINS_ON_CPU
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -260,6 +265,281 @@ def test_an_optimizer_alone_goes_by_position(tmp_path: Path) -> None:
     again = torch.optim.Adam(network(1).parameters())
     ckpt.load(tmp_path, again)
     same(dict(tensors(again.state_dict())), dict(tensors(optimizer.state_dict())))
+
+
+def test_a_group_without_parameters_gets_its_options_back(tmp_path: Path) -> None:
+    def made(seed: int) -> tuple[nn.Module, Optimizer]:
+        model = network(seed)
+        return model, torch.optim.SGD([{"params": []}, {"params": model.parameters()}], lr=0.3)
+
+    model, optimizer = made(0)
+    optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 0.2, 0.1
+    ckpt.save(tmp_path / "named", {"model": model, "optim": optimizer})
+    ckpt.save(tmp_path / "alone", {"optim": optimizer})
+    numbered = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    torch.save(numbered, tmp_path / "numbered")
+    for place in ("named", "alone", "numbered"):
+        fresh, again = made(1)
+        state = {"optim": again} if place == "alone" else {"model": fresh, "optim": again}
+        ckpt.load(tmp_path / place, state)
+        assert [group["lr"] for group in again.param_groups] == [0.2, 0.1]
+
+
+def test_groups_without_parameters_are_counted(tmp_path: Path) -> None:
+    model = network(0)
+    two = torch.optim.SGD([{"params": []}, {"params": model.parameters()}], lr=0.3)
+    one = torch.optim.SGD(model.parameters(), lr=0.3)
+    ckpt.save(tmp_path / "two", {"model": model, "optim": two})
+    ckpt.save(tmp_path / "one", {"model": model, "optim": one})
+    with pytest.raises(MismatchError, match=r"param_groups\.0: has no parameters in the ch"):
+        ckpt.load(tmp_path / "two", {"model": model, "optim": one})
+    with pytest.raises(MismatchError, match=r"param_groups\.0: has no parameters, and the"):
+        ckpt.load(tmp_path / "one", {"model": model, "optim": two})
+    two.param_groups[0]["lr"] = 0.7
+    with pytest.warns(UserWarning, match="has no parameters"):
+        ckpt.load(tmp_path / "one", {"model": model, "optim": two}, strict=False)
+    assert two.param_groups[0]["lr"] == 0.7
+
+
+def test_new_groups_with_other_options_take_none_of_one_old_group(tmp_path: Path) -> None:
+    model = network(0)
+    ckpt.save(tmp_path, {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1)})
+    weights = [p for p in model.parameters() if p.ndim > 1]
+    biases = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": weights}, {"params": biases, "weight_decay": 0.5}]
+    divided = torch.optim.SGD(groups, lr=0.2)
+    with pytest.raises(MismatchError, match=r"param_groups\.1: .* another weight_decay"):
+        ckpt.load(tmp_path, {"model": model, "optim": divided})
+    ckpt.load(tmp_path, {"model": model, "optim": divided}, exclude="optim.param_groups")
+    assert [group["weight_decay"] for group in divided.param_groups] == [0, 0.5]
+    divided.param_groups[1]["weight_decay"] = 0
+    ckpt.load(tmp_path, {"model": model, "optim": divided})
+    assert [group["lr"] for group in divided.param_groups] == [0.1, 0.1]
+
+
+def adam_over(*modules: nn.Module) -> torch.optim.Adam:
+    return torch.optim.Adam([p for module in modules for p in module.parameters()])
+
+
+def moments(module: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    named = module.named_parameters()
+    found = {name: optimizer.state.get(parameter, {}) for name, parameter in named}
+    return dict(tensors({name: dict(state) for name, state in found.items()}))
+
+
+def test_moments_are_found_after_the_optimizer_gets_another_module(tmp_path: Path) -> None:
+    one, two = network(0), network(1)
+    optimizer = adam_over(one)
+    train(one, optimizer, 0, 2)
+    ckpt.save(tmp_path / "one", {"one": one, "two": two, "optim": optimizer})
+    first, second = network(2), network(3)
+    both = adam_over(first, second)
+    with pytest.warns(UserWarning, match="strict=False skips"):
+        ckpt.load(tmp_path / "one", {"one": first, "two": second, "optim": both}, strict=False)
+    same(moments(first, both), moments(one, optimizer))
+    assert not moments(second, both)
+    train(second, both, 0, 2)
+    ckpt.save(tmp_path / "both", {"one": first, "two": second, "optim": both})
+    third = network(4)
+    alone = adam_over(third)
+    state = {"one": network(5), "two": third, "optim": alone}
+    with pytest.warns(UserWarning, match="strict=False skips"):
+        ckpt.load(tmp_path / "both", state, strict=False)
+    same(moments(third, alone), moments(second, both))
+
+
+def test_moments_of_one_module_never_go_to_another_of_the_same_names(tmp_path: Path) -> None:
+    one, two = network(0), network(1)
+    optimizer = adam_over(one)
+    train(one, optimizer, 0, 2)
+    ckpt.save(tmp_path, {"one": one, "two": two, "optim": optimizer})
+    fresh = adam_over(two)
+    with pytest.raises(MismatchError, match=r"optim\.state\.one\.0\.weight\.exp_avg: is in"):
+        ckpt.load(tmp_path, {"one": one, "two": two, "optim": fresh})
+    with pytest.warns(UserWarning, match="strict=False skips"):
+        ckpt.load(tmp_path, {"one": one, "two": two, "optim": fresh}, strict=False)
+    assert not fresh.state_dict()["state"]
+    swapped = {"one": "two", "two": "one"}
+    ckpt.load(tmp_path, {"one": one, "two": two, "optim": fresh}, rename=swapped)
+    same(moments(two, fresh), moments(one, optimizer))
+
+
+def test_checkpoints_without_the_module_of_the_names_load_in_both_forms(tmp_path: Path) -> None:
+    one, two = network(0), network(1)
+    single, both = adam_over(one), adam_over(two, one)
+    train(one, single, 0, 2)
+    train(two, both, 0, 2)
+    ckpt.save(tmp_path / "single", {"one": one, "two": two, "optim": single})
+    ckpt.save(tmp_path / "both", {"one": one, "two": two, "optim": both})
+    for place in (tmp_path / "single", tmp_path / "both"):
+        without_optimizers(place)
+    for saved, where in ((single, "single"), (both, "both")):
+        first, second = network(2), network(3)
+        again = adam_over(first) if where == "single" else adam_over(second, first)
+        ckpt.load(tmp_path / where, {"one": first, "two": second, "optim": again})
+        same(moments(first, again), moments(one, saved))
+    alone = adam_over(second)
+    ckpt.load(tmp_path / "both", {"one": first, "two": second, "optim": alone})
+    same(moments(second, alone), moments(two, both))
+    wider = nn.ModuleDict({"deep": network(4)})
+    wide = adam_over(first, wider)
+    state = {"one": first, "wide": wider, "optim": wide}
+    with pytest.warns(UserWarning, match="strict=False skips"):
+        ckpt.load(tmp_path / "single", state, strict=False)
+    same(moments(first, wide), moments(one, single))
+
+
+def without_optimizers(folder: Path) -> None:
+    """Writes the manifest again as earlier versions did."""
+    url = str(folder)
+    with open_source(url) as source:
+        manifest = load_manifest(read_manifest(source.store), url)
+    (folder / MANIFEST).write_bytes(dump(replace(manifest, optimizers={}, strides={})))
+
+
+def test_tensors_of_the_state_go_by_their_key_paths(tmp_path: Path) -> None:
+    def made(seed: int) -> dict[str, Any]:
+        model = network(seed)
+        rate = nn.Parameter(torch.full((3,), float(seed)))
+        extra = [nn.Parameter(torch.ones(2) * seed), nn.Parameter(torch.zeros(2))]
+        own = [rate, *model.parameters(), *extra]
+        return {"model": model, "rate": rate, "extra": extra, "optim": torch.optim.Adam(own)}
+
+    state = made(1)
+    for index, parameter in enumerate(state["optim"].param_groups[0]["params"]):
+        parameter.grad = torch.full_like(parameter, float(index))
+    state["optim"].step()
+    ckpt.save(tmp_path, state)
+    assert {"rate", "extra.1", "model.0.weight"} <= set(ckpt.read(tmp_path)["optim"]["state"])
+    fresh = made(2)
+    order = [*fresh["extra"], *fresh["model"].parameters(), fresh["rate"]]
+    fresh["optim"] = torch.optim.Adam(order)
+    ckpt.load(tmp_path, fresh)
+    for name in ("rate", "extra"):
+        pairs = zip(*(dict(tensors(s[name], name)).values() for s in (state, fresh)), strict=True)
+        for old, new in pairs:
+            there = fresh["optim"].state[new]
+            same(dict(tensors(dict(there))), dict(tensors(dict(state["optim"].state[old]))))
+
+
+def test_positions_need_groups_of_the_same_sizes(tmp_path: Path) -> None:
+    model = network(0)
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer, 0, 2)
+    ckpt.save(tmp_path, {"optim": optimizer})
+    first, *rest = network(1).parameters()
+    divided = torch.optim.Adam([{"params": [first]}, {"params": rest}])
+    for strict in (True, False):
+        with pytest.raises(MismatchError, match=r"which have \[4\], .* have \[1, 3\]"):
+            ckpt.load(tmp_path, {"optim": divided}, strict=strict)
+    fresh = network(1)
+    again = torch.optim.Adam(fresh.parameters())
+    ckpt.load(tmp_path, {"model": fresh, "optim": again}, include="optim*")
+    same(moments(fresh, again), moments(model, optimizer))
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer with state of its own under a key that is no parameter, as of MADGRAD."""
+
+    def step(self, closure: Any = None) -> Any:
+        count = self.state["count"]  # type: ignore[index]
+        count.setdefault("steps", torch.zeros(()))
+        count["steps"] += 1
+        count["rates"] = [*count.get("rates", []), 0.5]
+        return super().step(closure)
+
+
+def test_state_under_a_key_that_is_no_parameter_comes_back(tmp_path: Path) -> None:
+    model = network(0)
+    optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, optimizer, 0, 3)
+    ckpt.save(tmp_path / "own", {"model": model, "optim": optimizer})
+    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "pt")
+    for place in ("own", "pt"):
+        fresh = network(1)
+        again = Counting(fresh.parameters(), lr=0.1, momentum=0.9)
+        ckpt.load(tmp_path / place, {"model": fresh, "optim": again})
+        same(everything(fresh, again), everything(model, optimizer))
+        assert again.state_dict()["state"]["count"]["rates"] == [0.5] * 3
+    ckpt.load(tmp_path / "own", {"model": fresh, "optim": again}, exclude="optim.state.count*")
+    assert again.state_dict()["state"]["count"]["rates"] == [0.5] * 3
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = nn.Parameter(torch.ones(2))
+
+
+def test_a_key_that_is_also_a_parameters_name_is_refused(tmp_path: Path) -> None:
+    model = Named()
+    optimizer = Counting(model.parameters())
+    model.count.grad = torch.ones(2)
+    optimizer.step()
+    with pytest.raises(StateError, match="has a parameter of this name too"):
+        ckpt.save(tmp_path, {"model": model, "optim": optimizer})
+
+
+class Around(Optimizer):
+    """Has another optimizer inside, and a state dict with a form of its own, as Lookahead."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.slow = inner, torch.zeros(2)
+
+    def step(self, closure: Any = None) -> Any:
+        self.slow += 1
+        return self.inner.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"slow": {(0, 0): self.slow}, "inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.slow = state["slow"][0, 0]
+        self.inner.load_state_dict(state["inner"])
+
+
+def test_an_optimizer_around_another_is_saved_by_its_own_state_dict(tmp_path: Path) -> None:
+    model = network(0)
+    optimizer = Around(torch.optim.Adam(model.parameters()))
+    train(model, optimizer, 0, 2)
+    ckpt.save(tmp_path, {"model": model, "optim": optimizer})
+    fresh = network(1)
+    again = Around(torch.optim.Adam(fresh.parameters()))
+    ckpt.load(tmp_path, {"model": fresh, "optim": again})
+    assert torch.equal(again.slow, optimizer.slow)
+    same(everything(fresh, again.inner), everything(model, optimizer.inner))
+    assert train(fresh, again, 2, 2) == train(model, optimizer, 2, 2)
+
+
+def test_moments_keep_the_strides_that_they_had(tmp_path: Path) -> None:
+    def made(seed: int) -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(6, 7))
+        return model, torch.optim.SGD(model.parameters(), momentum=0.9)
+
+    model, optimizer = made(0)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.randn_like(parameter)
+        optimizer.state[parameter]["sides"] = [torch.randn(4, 5).t(), torch.randn(1, 6).t()]
+    image = optimizer.state[model[0].weight]
+    image["momentum_buffer"] = image["momentum_buffer"].to(memory_format=torch.channels_last)
+    ckpt.save(tmp_path / "own", {"model": model, "optim": optimizer})
+    saved = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    torch.save(saved, tmp_path / "pt")
+    for place in ("own", "pt"):
+        fresh, again = made(1)
+        fresh.to(memory_format=torch.channels_last)
+        for _ in range(2):  # the second time in the place of state of other strides
+            ckpt.load(tmp_path / place, {"model": fresh, "optim": again})
+            found = dict(tensors(again.state_dict()["state"]))
+            for name, tensor in tensors(optimizer.state_dict()["state"]):
+                assert torch.equal(found[name], tensor)
+                is_same = found[name].stride() == tensor.stride()
+                assert is_same or 1 in tensor.shape, name
+            for parameter in fresh.parameters():
+                other = again.state[parameter]["sides"]
+                again.state[parameter]["sides"] = [side.contiguous() for side in other]
 
 
 # Sharded: each way of wrapping at a world size, and the world sizes it is loaded at.

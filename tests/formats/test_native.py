@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,15 @@ def test_a_manifest_is_read_back_as_it_was() -> None:
     assert repr((found.tensors, found.aliases, found.tree, found.writer)) == repr(
         (manifest.tensors, manifest.aliases, manifest.tree, manifest.writer)
     )
+
+
+def test_a_manifest_tells_strides_and_the_modules_of_optimizers_if_there_are_some() -> None:
+    more = replace(golden_manifest(), strides={"w": (1, 8)}, optimizers={"o": "m", "p": None})
+    written = dump(more)
+    assert b'"strides":{"w":[1,8]},"optimizers":{"o":"m","p":null},"state":' in written
+    found = load(written, stored=False)
+    assert (found.strides, found.optimizers) == (more.strides, more.optimizers)
+    assert found.tensors == more.tensors  # a reader that ignores both keys reads the same
 
 
 EVERY = [dtype for dtype in DTYPES if dtype.name not in ("F4_E2M1X2", "C32", "F8_E8M0")]

@@ -141,6 +141,16 @@ CHANGES: dict[str, tuple[Callable[[Json], object], type[FormatError]]] = {
     "tensor that is a number": (put({"$tensor": 3}, "state", "w"), FormatError),
     "mesh 2**62": (mesh([2**62], [1]), HostileError),
     "mesh that multiplies": (mesh([2**20, 2**20], [2**20, 1]), HostileError),
+    **{
+        f"strides {steps!r} of {name}": (put({name: steps}, "strides"), FormatError)
+        for name, steps in (
+            *(("w", [3]), ("w", [3, 1, 1]), ("w", [6, 1]), ("w", [2, 1]), ("w", [0, 0])),
+            *(("w", [1, -4]), ("w", [1.0, 4]), ("w", 3), ("again", [1, 4]), ("other", [1])),
+        )
+    },
+    "strides that are a list": (put([["w", [1, 4]]], "strides"), FormatError),
+    "the module of an optimizer is a number": (put({"o": 3}, "optimizers"), FormatError),
+    "optimizers that are a list": (put(["o"], "optimizers"), FormatError),
     "many axes": (mesh([1] * 17, [0] * 17), HostileError),
     "empty axis": (mesh([0], [1]), FormatError),
     "negative mesh": (mesh([-1], [1]), FormatError),
