@@ -81,10 +81,12 @@ def load_or_older(
     fallback: bool | Sequence[Url],
     load: Callable[[str], Loaded],
     options: Options,
+    again: Callable[[], Sequence[str]] = tuple,
 ) -> tuple[object, str]:
     """Returns the state from `url`, or from the first fallback that is sound, and its URL.
 
-    All ranks call this. `load` loads one URL on all ranks.
+    All ranks call this. `load` loads one URL on all ranks. If none is sound, `again` returns the
+    places that there are now, equal on all ranks: those that are new are tried as well.
 
     Raises:
         PartialLoadError: the last try failed, and an earlier one has touched further tensors; a
@@ -95,6 +97,7 @@ def load_or_older(
     touched: dict[str, None] = {}
     older: list[str] | None = None
     here, tries = os.fspath(url), 1
+    tried = {here}
     while True:
         ranks.told = None
         try:
@@ -119,8 +122,13 @@ def load_or_older(
                 ) from error
             skipped.append(Skipped(here, kind, said(error)))
             older = _older(ranks, url, fallback, options) if older is None else older
+            if not older:  # places may have been removed since they were listed
+                now = again()
+                older = [place for place in now if place not in tried]
+                skipped = [one for one in skipped if not older or one.url in now]
             if older:
                 here, tries = older.pop(0), 1
+                tried.add(here)
                 continue
             if len(skipped) == 1 and is_said:
                 raise

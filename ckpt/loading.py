@@ -8,7 +8,7 @@ get their state last, by their own `load_state_dict`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -191,18 +191,24 @@ def _check_fallback(fallback: object) -> None:
 
 
 def load_first(
-    urls: Sequence[str], state: object, *, group: Group, storage_options: Options, timeout: float
+    urls: Sequence[str],
+    state: object,
+    *,
+    again: Callable[[], Sequence[str]],
+    group: Group,
+    storage_options: Options,
+    timeout: float,
 ) -> str:
     """Loads the first sound one of these checkpoints, and returns its URL.
 
-    All ranks of `group` call this. Communicates. A place may be another folder on each host. Raises
-    as `load` does.
+    All ranks of `group` call this. Communicates. A place may be another folder on each host. If
+    none is sound, the new ones of the places that `again` returns are tried. Raises as `load` does.
     """
     ranks = Ranks(group, timeout)
     held = None if isinstance(group, str) else group
     options = LoadOptions(group=held, storage=storage_options, by_host=True)
     once = partial(_load, ranks, state=state, options=options)
-    return load_or_older(ranks, urls[0], urls[1:], once, storage_options)[1]
+    return load_or_older(ranks, urls[0], urls[1:], once, storage_options, again)[1]
 
 
 def load_partly(

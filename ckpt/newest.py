@@ -11,6 +11,8 @@ Rules:
    those of the same second by name, with numbers by value.
 3. A warning names each committed checkpoint that is skipped, and each folder that this process may
    not read.
+4. A folder may change after it was listed: retention removes a checkpoint once a newer one exists.
+   Nothing is skipped, and nothing missed, by a listing that is out of date: it is taken again.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import NamedTuple, TypeVar
 from warnings import warn
 
 from ckpt.display import natural
-from ckpt.errors import FallbackWarning, NotACheckpointError, Skipped
+from ckpt.errors import FallbackWarning, NotACheckpointError, ReplacedError, Skipped
 from ckpt.nearby import checkpoints_below, nothing_at, similar_path
 from ckpt.stores.replacement_guard import MANIFEST_HEAD_BYTES, head_now, replaced, unless_replaced
 from ckpt.stores.store import Options, Store, absolute, is_file, join_url, open_store, split_url
@@ -47,6 +49,8 @@ LONG_HEAD_BYTES = 1 << 20
 """Bytes that are read if the writer's metadata is longer."""
 WORKERS = 8
 """Folders that are read at the same time: a server takes time to answer."""
+LISTINGS = 100
+"""The most listings of a folder that changes after each."""
 SHOWN = 5
 UNREADABLE = "unreadable"
 """The kind of a place that the process may not read, or that is a link to itself."""
@@ -171,7 +175,32 @@ def newest_sound(
     folder: str | os.PathLike[str], verify: bool, options: Options
 ) -> tuple[str, list[Skipped]]:
     """Returns the result of `latest` and the newer checkpoints that are not sound. Raises alike."""
-    names, unreadable = _looked_into(folder, options)
+    listing = _looked_into(folder, options)
+    left = LISTINGS
+    while True:
+        failure, found, left = None, ("", list[Skipped]()), left - 1
+        try:
+            found = _newest_sound(folder, listing, verify, options)
+        except (FormatError, NotACheckpointError, ReplacedError) as error:
+            failure = error
+        if failure is None and not found[1]:
+            return found
+        before, listing = listing, _looked_into(folder, options)
+        if left and listing[0] != before[0]:
+            continue
+        if failure is not None:
+            raise failure
+        return found
+
+
+def _newest_sound(
+    folder: str | os.PathLike[str],
+    listing: tuple[list[Committed], dict[str, OSError]],
+    verify: bool,
+    options: Options,
+) -> tuple[str, list[Skipped]]:
+    """Returns the result of `newest_sound` for one listing. Raises alike."""
+    names, unreadable = listing
     skipped = [
         Skipped(join_url(folder, name), UNREADABLE, str(error))
         for name, error in unreadable.items()

@@ -301,19 +301,26 @@ class Checkpointer:
             RankError: another rank failed.
         """
         self._saves.settle()
-        found = self._ranks.restorable(step, self._local, self._memory)
+        found = dict(self._ranks.restorable(step, self._local, self._memory))
         self._is_restored = True
         if not found:
             self._ranks.log("no checkpoint to restore, the run begins")
             return None
+
+        def listed_again() -> list[str]:
+            now = dict(self._ranks.restorable(step, self._local, self._memory))
+            found.update(now)
+            return list(now)
+
         taken = load_first(
-            [place for place, _ in found],
+            list(found),
             state,
+            again=listed_again,
             group=self._arguments.group,
             storage_options=self._arguments.storage_options,
             timeout=self._arguments.timeout,
         )
-        restored = dict(found)[taken]
+        restored = found[taken]
         self._saves.last_step, self._decided = restored, None
         self._exchange_at = 0
         self._ranks.log(f"restored step {restored} from {without_secrets(taken)}")

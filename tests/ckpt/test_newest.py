@@ -6,10 +6,13 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, ClassVar
 
+import fsspec
 import pytest
 import torch
 import xxhash
+from fsspec.implementations.memory import MemoryFileSystem
 
 import ckpt
 from ckpt.newest import HEAD_BYTES, committed
@@ -158,6 +161,46 @@ def test_a_url_is_looked_through_like_a_folder() -> None:
         assert ckpt.latest("memory://newest/run/") == "memory://newest/run/step-2"
     finally:
         memory.rm("/newest", recursive=True)
+
+
+class Moving(MemoryFileSystem):  # type: ignore[misc] # it ships no types
+    """A store in which retention replaces step-N by step-(N+1) while a manifest is read."""
+
+    protocol = "moving"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    moves = 0
+    reads = 0
+
+    def cat_file(self, path: str, *more: Any, **options: Any) -> Any:
+        cls = type(self)
+        if "manifest.json" in path:
+            cls.reads += 1
+            if cls.reads % 2 == 0 and cls.moves:  # listed, and not yet checked
+                cls.moves -= 1
+                run, _, step = path.removesuffix("/manifest.json").rpartition("-")
+                for file in self.find(f"{run}-{step}"):
+                    name = file.rpartition("/")[2]
+                    self.store[f"{run}-{int(step) + 1}/{name}"] = self.store.pop(file)
+        return super().cat_file(path, *more, **options)
+
+
+@pytest.mark.parametrize("moves", [1, 3])
+def test_a_checkpoint_that_retention_removes_meanwhile_gives_way_to_the_one_that_is_there(
+    moves: int,
+) -> None:
+    fsspec.register_implementation("moving", Moving, clobber=True)
+    Moving.store.clear()
+    save("moving://run/step-1")  # type: ignore[arg-type]
+    Moving.reads, Moving.moves = 0, moves
+    assert ckpt.latest("moving://run") == f"moving://run/step-{1 + moves}"
+    assert Moving.moves == 0
+    Moving.reads, Moving.moves = 0, 0
+    with ckpt.Checkpointer("moving://run", signals=()) as run:
+        Moving.reads, Moving.moves = 0, 1
+        state = {"w": torch.ones(40)}
+        assert run.restore(state) == 2 + moves
+        assert state["w"].sum() == 0
 
 
 @contextmanager
