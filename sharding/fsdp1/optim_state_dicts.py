@@ -6,7 +6,7 @@ the parameters in it. Numbers, such as steps, belong to each of them.
 Rules:
 
 1. The result is `{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`, in the
-   order of the optimizer's groups. Parameters without state are only in groups. State under other
+   order of the module. Parameters without state are only in groups. State under other
    keys than parameters stays as it is.
 2. Tensors are in new memory, except local state, which shares the optimizer's memory.
 3. Every rank with elements of a divided parameter must have state for it, with the same entries and
@@ -14,7 +14,8 @@ Rules:
 4. An error of one rank is an error on all ranks, before any tensor moves. Local state does not
    communicate.
 5. Ranks may have the parameters in another order in their optimizers: tensors travel in the order
-   of their names.
+   of their names, and the state is in the order of the module on all ranks, so that a caller may
+   gather DTensors one by one.
 """
 
 from __future__ import annotations
@@ -99,8 +100,11 @@ def optim_state_of(
     local = wanted.kind is Kind.LOCAL
 
     def planning() -> _Plan:
-        found = keyed(ModelNames.of(module), optim, optim_input, is_keyed_by_name(state))
-        return _Plan.of(found, state)
+        names = ModelNames.of(module)
+        found = keyed(names, optim, optim_input, is_keyed_by_name(state))
+        places = {name: place for place, name in enumerate(names.first)}
+        in_order = sorted(found.parameters.items(), key=lambda item: places[item[1].names[0]])
+        return _Plan.of(replace(found, parameters=dict(in_order)), state)
 
     if local:
         plan = planning()
@@ -297,7 +301,7 @@ def _rows(plan: _Plan, wanted: OptimRequest, module: nn.Module) -> Made:
             param_groups[id(param_group)] = param_group, mesh_given(entry_point)
     parts: dict[int, list[FlatPart]] = {}
     places: dict[int, list[tuple[str, Any]]] = {}
-    for named in sorted(plan.known.parameters.values(), key=lambda named: named.names):
+    for named in plan.known.parameters.values():
         for name, own in zip(named.names, named.slices, strict=bool(named.slices)):
             at, index = own.key if isinstance(own.key, tuple) else (None, None)
             if at not in param_groups:

@@ -645,6 +645,9 @@ def in_another_order(form: str) -> None:
     for kind in (FULL, SHARDED):
         with FSDP.state_dict_type(model, kind):
             state = FSDP.optim_state_dict(model, optim)
+            names: list[Any] = [None, None]
+            dist.all_gather_object(names, list(state["state"]))
+            assert names[0] == names[1]  # else DTensors that are gathered one by one would be mixed
             assert_same_state(state, wanted, form)
             loaded = FSDP.optim_state_dict_to_load(model, optim, state)
         for key, entries in optim.state_dict()["state"].items():
