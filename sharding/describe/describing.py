@@ -152,11 +152,11 @@ def load_rest(
     """Calls the module's `load_state_dict` with all values but the `LocalPart`s, filled before.
 
     Returns the missing and the unexpected keys: those that the method returns. Only a module with a
-    method of its own sees `strict`. None are missing beside `LocalPart`s, which have other keys.
+    method of its own sees `strict`. None are missing beside flat parameters, which have other keys.
     """
     rest = OrderedDict((n, value) for n, value in state.items() if not isinstance(value, LocalPart))
     is_torchs = type(module).load_state_dict is nn.Module.load_state_dict
-    has_parts = len(rest) < len(state)
+    has_parts = len(rest) < len(state) or any(not m.is_original for m in flat_members(module))
     with _local_state_dicts(module, torch_fsdp.is_in(module)):
         # Without versions, each module would take the state for one of before its first version.
         rest._metadata = getattr(module.state_dict(), "_metadata", None)  # type: ignore[attr-defined]
