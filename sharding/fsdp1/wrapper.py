@@ -282,7 +282,15 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         self.__reduce_ex__(memo)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Calls `fn` with every inner module; unshards parameters before and writes them back."""
+        """Calls `fn` with every inner module; unshards parameters before and writes them back.
+
+        Raises ArgumentError in forward, in backward and inside `summon_full_params`.
+        """
+        if self.training_state is not TrainingState.IDLE:
+            raise ArgumentError(
+                f"apply: expected to be in states [{TrainingState.IDLE}] but current state is "
+                f"{self.training_state}"
+            )
         with self.summon_full_params(self, recurse=False, writeback=True):
             return super().apply(fn)
 

@@ -708,6 +708,20 @@ def test_after_summoning_and_after_a_step_a_rank_holds_less_than_the_whole(
     clusters(2).run(summon_at_step, use_orig_params)
 
 
+def apply_inside() -> None:
+    for runtime in (fsdp, sharding):
+        model = wrapped(runtime, layers(5, 7), auto_wrap_policy=None)
+        with (
+            runtime.FullyShardedDataParallel.summon_full_params(model),
+            pytest.raises(ValueError, match="expected to be in states"),
+        ):
+            model.apply(fill)
+
+
+def test_apply_inside_summon_full_params_is_an_error(clusters: Callable[..., Any]) -> None:
+    clusters(2).run(apply_inside)
+
+
 def fill(module: nn.Module) -> None:
     """Distinct numbers by the shape of the whole parameter."""
     with torch.no_grad():
