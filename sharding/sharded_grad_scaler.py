@@ -113,9 +113,9 @@ class ShardedGradScaler(GradScaler):
             alike[values.device, values.dtype].append(values)
         for (device, _), tensors in alike.items():
             found_here = torch.zeros_like(found_inf, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(
-                tensors, found_here, inv_scale.to(device, non_blocking=True)
-            )
+            # A copy into host memory that nobody waits for is read before it has arrived.
+            there = inv_scale.to(device, non_blocking=device.type != "cpu")
+            torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_here, there)
             found_inf.copy_(torch.maximum(found_inf, found_here.to(found_inf.device)))
         for group in self._groups(parameters):
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)

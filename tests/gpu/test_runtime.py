@@ -238,6 +238,29 @@ def test_an_overflow_on_one_rank_is_a_step_that_all_leave_out(
     ranks(device, count).run(scaled, device)
 
 
+def unscaled(device: str) -> None:
+    parameter = nn.Parameter(torch.ones(8))
+    scaler = ShardedGradScaler(device=device, init_scale=65536.0)
+    scaler.scale(torch.ones((), device=device))
+    for _ in range(50):
+        parameter.grad = torch.full((8,), 65536.0)
+        if device == "cuda":
+            torch.cuda._sleep(20_000_000)  # the scale waits behind this in its stream
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        scaler._unscale_grads_(
+            optimizer,
+            scaler._scale.double().reciprocal().float(),
+            torch.zeros((), device=device),
+        )
+        assert torch.equal(parameter.grad, torch.ones(8))
+
+
+def test_gradients_in_host_memory_are_divided_by_the_scale_once_it_has_arrived(
+    ranks: Ranks, device: str
+) -> None:
+    ranks(device, 1).run(unscaled, device)
+
+
 def differing_ranks(folder: str, device: str) -> None:
     rows = 5 if dist.get_rank() else 4
     ckpt.save(folder, {"w": torch.ones(rows, 2, device=device)})
