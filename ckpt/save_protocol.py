@@ -274,6 +274,7 @@ def finish(
         if not _is_without_word(failed):
             with suppress(OSError):
                 store.delete(attempt.file_name)
+                store.remove_if_empty()  # the last rank finds it empty
         raise
     failure = None
     ranks.doing("committing")

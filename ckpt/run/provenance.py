@@ -63,7 +63,8 @@ def git_revision(folder: str | None = None) -> str:
 def _git(folder: str, *arguments: str) -> str:
     try:
         done = subprocess.run(
-            ["git", "-C", folder, *arguments],
+            # a look must not hold the lock of the user's index
+            ["git", "--no-optional-locks", "-C", folder, *arguments],
             capture_output=True,
             text=True,
             timeout=GIT_SECONDS,

@@ -8,7 +8,8 @@ Rules:
    wins.
 3. Reads are `pread`s of exact ranges into the caller's memory.
 4. The disk starts to write while more data comes, so that the final flush is short.
-5. A file whose size or content was read stays the same file while `OpenFiles` keeps it open, even
+5. Once a file has its name it is there, whatever a close or the removal of its other name says.
+6. A file whose size or content was read stays the same file while `OpenFiles` keeps it open, even
    if another process replaces it: its size and its content always match.
 """
 
@@ -198,13 +199,13 @@ class LocalStore:
                 yield LocalFileWriter(descriptor, self._shown(name), str(part))
                 os.fsync(descriptor)
             finally:
-                os.close(descriptor)
+                _close(descriptor)
             self._give_name(part, name, replace)
             if "/" in name:
                 _flush(part.parent)
             self._files.forget(name)
         finally:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 part.unlink()
 
     def commit(self, name: str, data: bytes, replace: bool) -> None:
@@ -218,12 +219,12 @@ class LocalStore:
                 LocalFileWriter(descriptor, self._shown(name), str(part)).write([data])
                 os.fsync(descriptor)
             finally:
-                os.close(descriptor)
+                _close(descriptor)
             self.flush()  # the files that this one names must be durable first
             self._give_name(part, name, replace)
             self._files.forget(name)
         finally:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 part.unlink()
         self.flush()
 
@@ -337,4 +338,10 @@ def _flush(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     finally:
+        _close(descriptor)
+
+
+def _close(descriptor: int) -> None:
+    """Closes a descriptor. A failure loses nothing that `fsync` has made durable."""
+    with suppress(OSError):
         os.close(descriptor)

@@ -4,9 +4,10 @@ import errno
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -195,3 +196,42 @@ def test_of_two_writers_of_one_name_the_last_to_finish_wins_whole(local: LocalSt
         outer.write([b"end"])
     assert content_of(local, "data") == b"outer " * 10 + b"end"
     assert os.listdir(local.url) == ["data"]
+
+
+@pytest.mark.parametrize("call", ["close", "unlink"])
+def test_a_file_that_is_there_is_no_failure_whatever_a_close_or_an_unlink_says(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = getattr(os, call)
+
+    def failing(*given: Any, **options: Any) -> None:
+        real(*given, **options)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with LocalStore(tmp_path / "run") as store, monkeypatch.context() as patched:
+        patched.setattr(os, call, failing)
+        with store.create("a") as writer:
+            writer.write([b"1"])
+        store.commit("b", b"2", replace=False)
+        store.commit("b", b"3", replace=True)
+    assert {one.name: one.read_bytes() for one in (tmp_path / "run").iterdir()} == {
+        "a": b"1",
+        "b": b"3",
+    }
+
+
+TOO_LARGE = """
+import os, resource, sys
+import ckpt, torch
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    ckpt.save(sys.argv[1], {"w": torch.zeros(1_000_000)})
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+def test_a_save_that_fails_leaves_no_folder(programs: Callable[..., Any], tmp_path: Path) -> None:
+    out, err = programs(TOO_LARGE, tmp_path / "step-1").communicate()
+    assert out == "File too large\n", err
+    assert list(tmp_path.iterdir()) == []
