@@ -1,5 +1,6 @@
 """Training goes on bit for bit: every optimizer, plain and sharded, loaded into fresh objects."""
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -646,3 +647,81 @@ def test_sharded_training_goes_on_at_another_world_size_and_wrapping(
     ckpt.load(folder, {"model": model, "optim": optimizer})
     assert packed(everything(model, optimizer)) == saved
     train(model, optimizer, 2, 1)
+
+
+def zero_redundancy(seed: int) -> tuple[nn.Module, Any]:
+    with warnings.catch_warnings():  # its package takes a second, and uses a deprecated part
+        warnings.simplefilter("ignore")
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    model = DistributedDataParallel(network(seed))
+    groups = [{"params": [p]} for p in model.parameters()]
+    return model, ZeroRedundancyOptimizer(groups, torch.optim.Adam, lr=0.01)
+
+
+def consolidated(optimizer: Any) -> tuple[Packed, list[float]]:
+    """The whole state of an optimizer, on rank 0, and the rates of its groups."""
+    optimizer.consolidate_state_dict(to=0)
+    found = packed(dict(tensors(optimizer.state_dict()))) if dist.get_rank() == 0 else {}
+    return found, [group["lr"] for group in optimizer.param_groups]
+
+
+def save_zero_redundancy(folder: str) -> tuple[Packed, list[float]]:
+    model, optimizer = zero_redundancy(0)
+    train(model, optimizer, 0, 2)
+    optimizer.param_groups[1]["lr"] = 0.5
+    ckpt.save(folder, {"model": model, "optim": optimizer})
+    return consolidated(optimizer)
+
+
+def load_zero_redundancy(folder: str) -> tuple[Packed, list[float]]:
+    model, optimizer = zero_redundancy(1)
+    for _ in range(2):  # the second time in the place of other state
+        ckpt.load(folder, {"model": model, "optim": optimizer})
+        found = consolidated(optimizer)
+        own = {id(p) for group in optimizer.optim.param_groups for p in group["params"]}
+        assert {id(parameter) for parameter in optimizer.optim.state} == own
+        train(model, optimizer, 2, 1)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading"), [(2, 3), pytest.param(3, 2, marks=pytest.mark.thorough)]
+)
+def test_a_zero_redundancy_optimizer_is_restored_at_another_world_size(
+    clusters: Callable, tmp_path: Path, saving: int, loading: int
+) -> None:
+    saved = clusters(saving).run(save_zero_redundancy, str(tmp_path / "zero"))
+    wanted = [saved[0], *[({}, saved[0][1])] * (loading - 1)]
+    assert clusters(loading).run(load_zero_redundancy, str(tmp_path / "zero")) == wanted
+    model = network(2)
+    plain = torch.optim.Adam([{"params": [p]} for p in model.parameters()])
+    ckpt.load(tmp_path / "zero", {"model": model, "optim": plain})
+    assert packed(dict(tensors(plain.state_dict()))) == saved[0][0]
+    assert [group["lr"] for group in plain.param_groups] == saved[0][1]
+    ckpt.save(tmp_path / "plain", {"model": model, "optim": plain})
+    assert clusters(loading).run(load_zero_redundancy, str(tmp_path / "plain")) == wanted
+
+
+def save_modules_of_stages(folder: str, alike: bool) -> str:
+    """Saves an optimizer of another module on each rank; returns the error."""
+    name = "all" if alike else f"stage{dist.get_rank()}"
+    layers = nn.ModuleDict({f"layer{dist.get_rank()}" if alike else "layer": nn.Linear(2, 2)})
+    optimizer = torch.optim.SGD(layers.parameters(), momentum=0.9)
+    for parameter in layers.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    try:
+        ckpt.save(folder, {name: layers, "optim": optimizer})
+    except ckpt.CkptError as error:
+        return str(error)
+    return ""
+
+
+def test_optimizers_of_different_modules_with_the_same_names_are_refused_under_one_key(
+    clusters: Callable, tmp_path: Path
+) -> None:
+    assert clusters(2).run(save_modules_of_stages, str(tmp_path / "a"), True) == ["", ""]
+    names = [f"layer{at}.{each}" for at in range(2) for each in ("weight", "bias")]
+    assert sorted(ckpt.read(tmp_path / "a")["optim"]["state"]) == sorted(names)
+    for error in clusters(2).run(save_modules_of_stages, str(tmp_path / "b"), False):
+        assert "of a parameter of 'stage0' on rank 0, of 'stage1' on rank 1" in error
