@@ -176,7 +176,10 @@ class MismatchError(CkptError, ValueError):
 
     kind = "mismatch"
 
-    def __init__(self, url: str, differences: Sequence[Difference]) -> None:
+    def __init__(
+        self, url: str, differences: Sequence[Difference], call: str = "ckpt.load"
+    ) -> None:
+        """`call` is the call to repeat with the arguments that help."""
         self.url = url
         self.differences = tuple(differences)
         kinds: dict[str, list[Difference]] = {}
@@ -187,7 +190,8 @@ class MismatchError(CkptError, ValueError):
             shown += [f"  {one}" for one in found[:SHOWN_DIFFERENCES]]
             if len(found) > SHOWN_DIFFERENCES:
                 shown.append(f"  ... and {len(found) - SHOWN_DIFFERENCES} more ({kind})")
-        remedy = _remedy({kind: [one.name for one in found] for kind, found in kinds.items()})
+        names = {kind: [one.name for one in found] for kind, found in kinds.items()}
+        remedy = _remedy(names, call)
         super().__init__(
             f"{url} does not fit the target, which was not touched:\n" + "\n".join(shown) + remedy
         )
@@ -199,28 +203,29 @@ NOT_STRICT = frozenset({"missing", "unexpected", "shape"})
 """The differences that `strict=False` skips."""
 
 
-def _remedy(names: Mapping[str, Sequence[str]]) -> str:
-    """Returns the last line of a mismatch: the arguments of `ckpt.load` that may help.
+def _remedy(names: Mapping[str, Sequence[str]], call: str) -> str:
+    """Returns the last line of a mismatch: the arguments of `call` that help.
 
     `names` has the names of the differences by kind.
 
-    >>> _remedy({"missing": ["w"], "unexpected": ["model.w", "optim.w"]}).rpartition(": ")[2]
+    >>> _remedy({"missing": ["w"], "unexpected": ["a.w", "b.w"]}, "ckpt.load").rpartition(": ")[2]
     "''}"
     """
     if not NOT_STRICT & names.keys():
         return ""
     missing, unexpected = names.get("missing", ()), {*names.get("unexpected", ())}
     if missing and (renamed := _one_prefix(missing, unexpected)):
-        return f"\n  Every missing name is in the checkpoint: call ckpt.load with rename={renamed}"
+        return f"\n  Every missing name is in the checkpoint: call {call} with rename={renamed}"
     if names.keys() == {"unexpected"}:
         return (
-            "\n  Give the target these entries as well. Or call ckpt.load with include= and "
-            "patterns of the names to load, or with strict=False, which skips all others."
+            f"\n  Give the target these entries as well. Or call {call} with strict=False, which "
+            "skips them, with exclude= and patterns of them, or with include= and patterns of the "
+            "names to load."
         )
     return (
-        "\n  Make the target as the state was when it was saved. Or call ckpt.load with "
-        "strict=False, which skips missing, unexpected and other shapes, or with rename= if names "
-        "have changed."
+        f"\n  Call {call} with strict=False, which skips missing and unexpected names and other "
+        "shapes, so that these parts of the target stay as they are; with exclude= and patterns "
+        "of these names; or with rename= if names have changed."
     )
 
 

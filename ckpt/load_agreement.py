@@ -67,6 +67,8 @@ class LoadOptions:
     """Whether hosts may open folders of their own, with the files of one save."""
     forgiven: frozenset[str] = frozenset()
     """The kinds of differences, of `Difference.problem`, that do not count."""
+    call: str = "ckpt.load"
+    """The call of the user, which an error names to be repeated with other arguments."""
 
 
 def agreed_source(
@@ -216,7 +218,7 @@ def agreed_plans(
         return matched.plans, matched.budget
     found = differences(ranks, matched.match, same_unexpected, same_idle)
     warns = ranks.rank == 0 or not same_others
-    check = partial(check_fits, url, found, options.strict, warns, stacklevel=TO_USER)
+    check = partial(check_fits, url, found, options.strict, warns, TO_USER, options.call)
     checking = partial(_checked_plans, matched, ranks, check)
     plans, told = ranks.run_and_compare(
         PLANNING, partial(checking, matched.exchanges), Plans.fingerprints, 1, matched.budget

@@ -8,11 +8,11 @@ get their state last, by their own `load_state_dict`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, get_args
 from warnings import warn
 
 from ckpt.arguments import CastingRule, ReplicaReads, UnchangedReads, check_order, check_word
@@ -157,11 +157,7 @@ def load(
         check_word("replicas", replicas, get_args(ReplicaReads))
         check_word("unchanged", unchanged, get_args(UnchangedReads))
         return LoadOptions(
-            strict=strict,
-            changes=Changes(mapping=mapping, parameters=parameters),
-            rename=rename,
-            selection=Selection.of(include, exclude),
-            casting=casting_of(dtype, casting),
+            **fit(strict, mapping, parameters, rename, include, exclude, dtype, casting),
             verify=checked_verify(verify),
             group=own_group,
             progress=progress,
@@ -175,7 +171,7 @@ def load(
         with ranks.call(CALL):  # tells the other ranks, which wait in this call
             raise wrong
     others = (fallback,) if isinstance(fallback, str | os.PathLike) else fallback
-    once = partial(_load, ranks, state=state, options=options[0])
+    once = partial(load_once, ranks, state=state, options=options[0])
     state, _ = load_or_older(ranks, url, others, once, storage_options)  # type: ignore[assignment]
     return state
 
@@ -190,25 +186,34 @@ def _check_fallback(fallback: object) -> None:
         )
 
 
-def load_first(
-    urls: Sequence[str],
-    state: object,
-    *,
-    again: Callable[[], Sequence[str]],
-    group: Group,
-    storage_options: Options,
-    timeout: float,
-) -> str:
-    """Loads the first sound one of these checkpoints, and returns its URL.
+class Fit(TypedDict):
+    """The fields of `LoadOptions` that say how a checkpoint fits the target."""
 
-    All ranks of `group` call this. Communicates. A place may be another folder on each host. If
-    none is sound, the new ones of the places that `again` returns are tried. Raises as `load` does.
-    """
-    ranks = Ranks(group, timeout)
-    held = None if isinstance(group, str) else group
-    options = LoadOptions(group=held, storage=storage_options, by_host=True)
-    once = partial(_load, ranks, state=state, options=options)
-    return load_or_older(ranks, urls[0], urls[1:], once, storage_options, again)[1]
+    strict: bool
+    changes: Changes
+    rename: Rename | None
+    selection: Selection
+    casting: Casting | None
+
+
+def fit(
+    strict: bool,
+    mapping: MappingName | Sequence[MappingName],
+    parameters: Mapping[str, int] | None,
+    rename: Rename | None,
+    include: Patterns | None,
+    exclude: Patterns | None,
+    dtype: Literal["target"] | None,
+    casting: CastingRule,
+) -> Fit:
+    """Returns these arguments of a load, checked. Raises ArgumentError."""
+    return Fit(
+        strict=strict,
+        changes=Changes(mapping=mapping, parameters=parameters),
+        rename=rename,
+        selection=Selection.of(include, exclude),
+        casting=casting_of(dtype, casting),
+    )
 
 
 def load_partly(
@@ -234,11 +239,11 @@ def load_partly(
         forgiven=forgiven,
     )
     ranks = Ranks(group)
-    once = partial(_load, ranks, state=state, options=options)
+    once = partial(load_once, ranks, state=state, options=options)
     load_or_older(ranks, url, False, once, storage_options)
 
 
-def _load(ranks: Ranks, url: Url, state: object, options: LoadOptions) -> Loaded:
+def load_once(ranks: Ranks, url: Url, state: object, options: LoadOptions) -> Loaded:
     """Fills the target from one checkpoint. All ranks call this; communicates."""
     with ranks.call(CALL), collected_later(), ExitStack() as stack:
         matched, agreed = agreed_source(ranks, os.fspath(url), state, options, stack)

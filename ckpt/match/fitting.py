@@ -89,11 +89,16 @@ def _hash(data: bytes) -> int:
 
 
 def check_fits(
-    url: str, found: list[Difference], strict: bool, warns: bool, stacklevel: int = 7
+    url: str,
+    found: list[Difference],
+    strict: bool,
+    warns: bool,
+    stacklevel: int = 7,
+    call: str = "ckpt.load",
 ) -> None:
     """Raises MismatchError with all differences, except those that `strict=False` skips.
 
-    A warning names the skipped ones if `warns`.
+    A warning names the skipped ones if `warns`. `call` is the call to repeat with other arguments.
     """
     if not strict:
         skipped = [d for d in found if d.problem in NOT_STRICT]
@@ -101,7 +106,7 @@ def check_fits(
         if skipped and warns:
             warn(skipped_warning(url, skipped), stacklevel=stacklevel)
     if found:
-        raise MismatchError(url, found)
+        raise MismatchError(url, found, call)
 
 
 def check_preflight_scalars(

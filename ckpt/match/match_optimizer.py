@@ -262,7 +262,13 @@ class _OptimizerMatch:
                 )
 
     def _group_of(self, members: list[str], group_of: Mapping[str, int], where: str) -> int | None:
-        """Returns the saved group that had these parameters; None after adding a difference."""
+        """Returns the saved group that had these parameters, or some of them; None without one.
+
+        Adds a difference unless one group had them all.
+        """
+        self.builder.owns(where)
+        if not self.builder.chooses(where):
+            return None
         lacking = [name for name in members if name not in group_of]
         found = sorted({group_of[name] for name in members if name in group_of})
         if lacking:
@@ -272,16 +278,14 @@ class _OptimizerMatch:
                 f"{len(lacking)} of its {len(members)} parameters are in no group of the "
                 f"checkpoint, the first is {lacking[0]}",
             )
-        elif len(found) > 1:
+        if len(found) > 1:
             self.builder.differ(
                 where,
                 "structure",
                 f"its parameters are in the groups {found} of the checkpoint; give the optimizer "
-                "the same groups",
+                f"the same groups, or keep its own options with exclude='{where}*'",
             )
-        elif found:
-            return found[0]
-        return None
+        return found[0] if len(found) == 1 else None
 
     def _option(self, value: Tree, path: str, own: object) -> object:
         """Returns an option of a group. A tensor is new, and the load fills it."""

@@ -14,13 +14,18 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from warnings import warn
 
+from ckpt.arguments import CastingRule
 from ckpt.background.staging import COPIED, When
 from ckpt.errors import ArgumentError, ClosedError, ExistsError, SaveFailedWarning
-from ckpt.loading import load_first
+from ckpt.fallback import load_or_older
+from ckpt.load_agreement import LoadOptions
+from ckpt.loading import Patterns, fit, load_once
+from ckpt.mapping.changes import MappingName
 from ckpt.run.exchange import RunRanks
 from ckpt.run.failures import Failures, OnFailure
 from ckpt.run.history import (
@@ -38,6 +43,7 @@ from ckpt.run.preemption import PreemptionSignals
 from ckpt.run.retention import Keep, best_first
 from ckpt.run.saves import RunSaves, SaveArguments
 from ckpt.run.schedule import Schedule, next_exchange
+from ckpt.state.patterns import Rename
 from ckpt.stores.store import Options, absolute
 from ckpt.transfer.replica_hashes import Replicas
 from ckpt.transfer.write_job import Compress
@@ -287,23 +293,51 @@ class Checkpointer:
         self._decided = (step, is_due)
         return is_due
 
-    def restore(self, state: object, step: int | None = None) -> int | None:
+    def restore(
+        self,
+        state: object,
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        mapping: MappingName | Sequence[MappingName] = (),
+        parameters: Mapping[str, int] | None = None,
+        rename: Rename | None = None,
+        include: Patterns | None = None,
+        exclude: Patterns | None = None,
+        dtype: Literal["target"] | None = None,
+        casting: CastingRule = "same_kind",
+    ) -> int | None:
         """Fills `state` from a checkpoint and returns its step; None if the run has none.
 
         Loads the checkpoint of `step`, or else the newest sound one of both tiers, the same on all
         ranks, with a FallbackWarning for newer ones that are damaged. Tensors, modules, optimizers,
         dicts and lists are filled in place, as by `ckpt.load`. All ranks call this.
 
+        The keyword arguments are those of `ckpt.load`, for a state that has changed since the save:
+        `strict=False` skips differing names and shapes, with a warning. The run goes on from this
+        step in its folder, and its next save stores the state as it is now.
+
         Raises:
+            ArgumentError: an argument has a wrong value.
             NotACheckpointError: `step` has no checkpoint.
             CorruptError: none of the checkpoints is sound.
             MismatchError: the checkpoint does not fit `state`, which is unchanged.
             RankError: another rank failed.
         """
         self._saves.settle()
+        how = self._arguments
+        options = self._ranks.checked(
+            lambda: LoadOptions(
+                **fit(strict, mapping, parameters, rename, include, exclude, dtype, casting),
+                group=None if isinstance(how.group, str) else how.group,
+                storage=how.storage_options,
+                by_host=True,
+                call="Checkpointer.restore",
+            )
+        )
         found = dict(self._ranks.restorable(step, self._local, self._memory))
-        self._is_restored = True
         if not found:
+            self._is_restored = True
             self._ranks.log("no checkpoint to restore, the run begins")
             return None
 
@@ -312,14 +346,11 @@ class Checkpointer:
             found.update(now)
             return list(now)
 
-        taken = load_first(
-            list(found),
-            state,
-            again=listed_again,
-            group=self._arguments.group,
-            storage_options=self._arguments.storage_options,
-            timeout=self._arguments.timeout,
-        )
+        ranks = Ranks(how.group, how.timeout)
+        first, *others = found
+        once = partial(load_once, ranks, state=state, options=options)
+        _, taken = load_or_older(ranks, first, others, once, how.storage_options, listed_again)
+        self._is_restored = True
         restored = found[taken]
         self._saves.last_step, self._decided = restored, None
         self._exchange_at = 0
@@ -431,6 +462,7 @@ class Checkpointer:
         if not self._is_restored and self._newest_before is not None:
             raise ExistsError(
                 f"{self.url} has checkpoints of an earlier run, up to step {self._newest_before}; "
-                "call restore(state) before the first save to continue it, or give another folder"
+                "call restore(state) before the first save to continue it, with strict=False if "
+                "the model has changed, or give another folder"
             )
         self._saves.tidying.wait()  # the removal may concern an older checkpoint of this very step

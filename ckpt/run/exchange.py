@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.newest import newest_first, order_of, seconds_of
 from ckpt.run.failures import Failures
@@ -19,13 +19,15 @@ from ckpt.run.memory_tier import Memory, MemoryTier, opened
 from ckpt.run.provenance import host_name, machine, provenance
 from ckpt.run.retention import RunStep, newest_steps
 from ckpt.stores.store import Options, join_url
-from sharding.agreement.ranks import Ranks
+from sharding.agreement.ranks import Ranks, result_or_error
 from sharding.errors import ArgumentError
 from sharding.url_secrets import without_secrets
 
 if TYPE_CHECKING:
     from ckpt.live.publish import LiveState
     from sharding.agreement.ranks import Group
+
+T = TypeVar("T")
 
 _log = logging.getLogger("ckpt.run")
 CALL = "ckpt.Checkpointer"
@@ -200,6 +202,14 @@ class RunRanks:
         found = newest_first(found, lambda one: one[0].age)
         places = [(place, one.step) for one, place in found if step in (None, one.step)]
         return places if places or step is None else [(self.place(step), step)]
+
+    def checked(self, make: Callable[[], T]) -> T:
+        """Returns the result of `make`, which checks arguments; its error on one rank is on all."""
+        made, wrong = result_or_error(make)
+        if wrong is not None:
+            with self._ranks.call(CALL):  # tells the other ranks, which wait in their next call
+                raise wrong
+        return made[0]
 
     def log(self, text: str) -> None:
         """Logs a line about the run at the level INFO, on rank 0."""

@@ -1,0 +1,208 @@
+"""Restores into a state that is not the saved one, and runs that begin with another's weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ckpt
+
+State = dict[str, Any]
+
+
+def built(
+    *, extra: bool = False, vocab: int = 10, frozen: bool = False, drops: bool = False
+) -> State:
+    """A model with its optimizer: with one more layer, other sizes, a frozen embedding, and a
+    state dict without frozen weights.
+    """
+    torch.manual_seed(0)
+    layers = {"emb": nn.Embedding(vocab, 8), "l1": nn.Linear(8, 8)}
+    layers |= {"l2": nn.Linear(8, 8)} if extra else {}
+    model = nn.Sequential()
+    for name, layer in (layers | {"head": nn.Linear(8, vocab)}).items():
+        model.add_module(name, layer)
+    model.emb.requires_grad_(not frozen)
+    if drops:
+        model._register_state_dict_hook(without_frozen)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return {"model": model, "optim": torch.optim.AdamW(trained, 1e-2)}
+
+
+def without_frozen(module: nn.Module, entries: State, prefix: str, _: object) -> None:
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            entries.pop(prefix + name, None)
+
+
+def step(state: State) -> None:
+    state["optim"].zero_grad()
+    state["model"](torch.arange(5)).square().mean().backward()
+    state["optim"].step()
+
+
+def first_step(folder: str | Path, state: State) -> State:
+    """Saves step 1 of a run, with a learning rate that no fresh optimizer has."""
+    step(state)
+    state["optim"].param_groups[0]["lr"] = 0.5
+    with ckpt.Checkpointer(folder, every_steps=1) as run:
+        assert run.restore({}) is None
+        assert run.save(1, state)
+    return state
+
+
+def with_average(state: State) -> State:
+    return {**state, "average": torch.zeros(3)}
+
+
+def without_optim(state: State) -> State:
+    return {"model": state["model"]}
+
+
+FROZEN = {"frozen": True}
+DROPS = {"frozen": True, "drops": True}
+STRICT: State = {"strict": False}
+CHANGES = {
+    "a layer more": (
+        {},
+        {"extra": True},
+        dict,
+        [{"exclude": ["model.l2.*", "optim.param_groups.0*"]}],
+    ),
+    "another size": ({}, {"vocab": 12}, dict, [{"exclude": ["*.emb.*", "*.head.*"]}]),
+    "trained after all": (FROZEN, {}, dict, [{"exclude": "optim.param_groups.0*"}]),
+    "frozen": ({}, FROZEN, dict, [{"exclude": "optim.state.emb.weight.*"}]),
+    "the model alone": ({}, {}, without_optim, [{"exclude": "optim.*"}, {"include": "model.*"}]),
+    "an entry more": ({}, {}, with_average, [{"exclude": "average"}]),
+    "a hook that drops": (DROPS, DROPS, dict, [{"exclude": "model.emb.*"}]),
+    "no hook any more": (DROPS, FROZEN, dict, [{"exclude": "model.emb.*"}]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_each_way_that_the_error_of_a_restore_names_leads_on(tmp_path: Path, change: str) -> None:
+    before, after, entries, others = CHANGES[change]
+    for at, way in enumerate([STRICT, *others]):
+        folder = tmp_path / str(at)
+        saved = first_step(folder, built(**before))
+        state = entries(built(**after))
+        weight = state["model"].l1.weight.clone()
+        with ckpt.Checkpointer(folder, every_steps=1) as run:
+            with pytest.raises(ckpt.MismatchError, match=r"Checkpointer\.restore with") as error:
+                run.restore(state)
+            assert all(f"{name}=" in str(error.value) for name in way)
+            assert torch.equal(state["model"].l1.weight, weight)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ckpt.SkippedWarning)
+                assert run.restore(state, **way) == 1
+            assert torch.equal(state["model"].l1.weight, saved["model"].l1.weight)
+            if "optim" in state and "param_groups" not in str(way):
+                assert state["optim"].param_groups[0]["lr"] == 0.5
+                assert len(state["optim"].state) > 0
+            assert run.save(2, state)
+        again = entries(built(**after))
+        with ckpt.Checkpointer(folder, every_steps=1) as run:
+            if change == "a hook that drops":
+                assert run.restore(again, exclude="model.emb.*") == 2
+            else:
+                assert run.restore(again) == 2
+            assert run.all_steps() == [2, 1]
+
+
+def test_names_and_dtypes_of_a_run_may_change(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path, every_steps=1) as run:
+        run.save(1, {"net": {"w": torch.ones(2, dtype=torch.float64)}})
+    state = {"model": {"w": torch.zeros(2)}}
+    with ckpt.Checkpointer(tmp_path, every_steps=1) as run:
+        with pytest.raises(ckpt.MismatchError, match="rename="):
+            run.restore(state)
+        with pytest.raises(ckpt.MismatchError, match="dtype='target'"):
+            run.restore(state, rename={"net": "model"})
+        assert run.restore(state, rename={"net": "model"}, dtype="target") == 1
+        assert state["model"]["w"].tolist() == [1, 1]
+        assert run.save(2, state)
+
+
+def test_a_warning_of_a_restore_is_at_the_line_that_restores(tmp_path: Path) -> None:
+    first_step(tmp_path, built())
+    with (
+        ckpt.Checkpointer(tmp_path) as run,
+        pytest.warns(ckpt.SkippedWarning, match="strict=False skips 3") as told,
+    ):
+        assert run.restore(built(extra=True), strict=False) == 1
+    assert [one.filename for one in told] == [__file__]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"state": {"net": torch.zeros(3)}},
+        {"state": {"w": torch.zeros(2)}, "step": 7},
+        {"state": {"w": torch.zeros(2)}, "include": []},
+        {"state": {"w": torch.zeros(2)}, "exclude": "nothing.*"},
+        {"state": {"w": torch.zeros(2)}, "casting": "maybe"},
+    ],
+)
+def test_a_refused_restore_does_not_let_a_run_replace_an_earlier_one(
+    tmp_path: Path, wrong: State
+) -> None:
+    with ckpt.Checkpointer(tmp_path, every_steps=1) as run:
+        run.save(1, {"w": torch.ones(2)})
+    with ckpt.Checkpointer(tmp_path, every_steps=1) as run:
+        with pytest.raises(ckpt.CkptError):
+            run.restore(**wrong)
+        for force in (False, True):
+            with pytest.raises(ckpt.ExistsError, match=r"strict=False if the model has changed"):
+                run.save(1, {"w": torch.zeros(2)}, force=force)
+        state = {"w": torch.zeros(2)}
+        assert run.restore(state) == 1
+        assert state["w"].tolist() == [1, 1]
+        assert run.save(2, state)
+
+
+def goes_on(folder: str, local: str) -> list[object]:
+    """The errors and steps of ranks that restore another model from the folders of their host."""
+    told: list[object] = []
+    state: State = {"w": torch.ones(2), "old": torch.ones(2)}
+    with ckpt.Checkpointer(folder, every_steps=4, local=local, local_every_steps=1) as run:
+        for number in range(1, 3):
+            run.save(number, state)
+    state = {"w": torch.zeros(2), "new": torch.zeros(2)}
+    with ckpt.Checkpointer(folder, every_steps=4, local=local, local_every_steps=1) as run:
+        for wrong in ({"include": [] if dist.get_rank() else None}, {}):
+            try:
+                run.restore(state, **wrong)
+            except ckpt.CkptError as error:
+                told.append(str(error))
+            try:
+                run.save(1, state)
+            except ckpt.ExistsError as error:
+                told.append(str(error))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ckpt.SkippedWarning)
+            told.append(run.restore(state, strict=False))
+        told.append([each.tolist() for each in state.values()])
+        told.append([run.save(number, state) for number in (3, 4)])
+        run.wait_until_finished()
+        told.append(run.restore({"w": torch.zeros(2), "new": torch.zeros(2)}))
+    return told
+
+
+def test_all_ranks_go_on_from_a_local_step_with_another_model(
+    clusters: Callable[[int], Any], tmp_path: Path
+) -> None:
+    first, second = clusters(2).run(goes_on, str(tmp_path / "run"), str(tmp_path / "near"))
+    assert "rank 1" in first[0]
+    assert "include is an empty list" in first[0]
+    assert "include is an empty list" in second[0]
+    assert first[1:] == second[1:]
+    assert "Checkpointer.restore with strict=False" in first[2]
+    assert [told for told in first if "earlier run" in str(told)] == [first[1], first[3]]
+    assert first[4:] == [2, [[1, 1], [0, 0]], [True, True], 4]
