@@ -31,6 +31,7 @@ from ckpt.match.selection import Selection, map_selected
 from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
 from ckpt.sources import Source, open_source
 from ckpt.state.memory import check_range, empty_for, memory_of, torch_dtype
+from ckpt.state.nests import versioned
 from ckpt.state.typed_values import opened
 from ckpt.stores.replacement_guard import unless_replaced
 from ckpt.stores.store import Options
@@ -322,9 +323,10 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
             for name, tensor in tensors.items():
                 if tensor.is_floating_point():
                     tensors[name] = _cast(name, tensor, dtype)
-        return map_tree(
+        state = map_tree(
             nest, lambda node: tensors[node.name] if isinstance(node, TensorRef) else node
         )
+        return versioned(state, self.catalog.versions)
 
     def _read(
         self, requests: Sequence[ReadRequest], memory: Sequence[memoryview], stacklevel: int

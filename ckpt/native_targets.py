@@ -116,7 +116,8 @@ def _manifest(
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **state.metadata,
     }
-    return Manifest(division.stored, state.aliases, state.tree, files, writer)
+    stored, versions = division.stored, state.versions
+    return Manifest(stored, state.aliases, state.tree, files, writer, versions=versions)
 
 
 def _is_not_there(store: Store, attempt: str, error: BaseException) -> bool:

@@ -93,6 +93,7 @@ def outgoing(
         tree,
         aliases,
         _kept_metadata(catalog),
+        catalog.versions,
         copier=copier,
         modules=modules if catalog.format == "huggingface" else (),
     )

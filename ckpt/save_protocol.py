@@ -337,8 +337,17 @@ def manifest_of(
     ]
     writer = writer_of(attempt.mesh.size, attempt.options.metadata)
     d = attempt.described
-    tensors, tree = d.tensors, d.tree
-    return Manifest(tensors, d.aliases, tree, files, writer, bases, d.strides, d.optimizers)
+    return Manifest(
+        d.tensors,
+        d.aliases,
+        d.tree,
+        files,
+        writer,
+        bases,
+        strides=d.strides,
+        optimizers=d.optimizers,
+        versions=d.versions,
+    )
 
 
 def writer_of(world_size: int, metadata: Mapping[str, str]) -> dict[str, str]:

@@ -38,6 +38,7 @@ from ckpt.state.merged_state import (
     spec_of,
     with_values_of_first,
 )
+from ckpt.state.nests import versioned
 from ckpt.state.patterns import Rename
 from ckpt.state.saved import Saved
 from ckpt.state.state_spec import check_members
@@ -150,6 +151,7 @@ def convert(
         if kind is Kind.FULL and rank0_only and ranks.rank != 0:
             return {}
         built = _built(held.whole.tree, {name: t for name, t in tensors.items() if t is not None})
+        built = versioned(built, held.whole.versions)
         return built if isinstance(built, dict) else {"": built}
 
 

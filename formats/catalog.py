@@ -16,7 +16,7 @@ Rules:
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -188,6 +188,63 @@ class OpaqueValue:
         return f"<{self.type}>"
 
 
+def module_metadata(
+    keys: Iterable[object], versions: Mapping[str, int]
+) -> dict[str, dict[str, int]]:
+    """Returns the `_metadata` that torch's `state_dict()` has for these keys and versions.
+
+    >>> module_metadata(["0.weight"], {"0": 2})
+    {'': {'version': 1}, '0': {'version': 2}}
+    """
+    paths = {""}
+    for key in keys:
+        path = str(key).rpartition(".")[0]
+        while path not in paths:
+            paths.add(path)
+            path = path.rpartition(".")[0]
+    return {path: {"version": versions.get(path, 1)} for path in sorted(paths)}
+
+
+def versions_in(metadata: object) -> dict[str, int] | None:
+    """Returns the versions in the `_metadata` of a state dict, except 1; None if it is not valid.
+
+    >>> versions_in({"": {"version": 1}, "0": {"version": 2}})
+    {'0': 2}
+    """
+    if not isinstance(metadata, Mapping):
+        return None
+    found = {
+        path: own.get("version", 1) for path, own in metadata.items() if isinstance(own, Mapping)
+    }
+    return {
+        path: version
+        for path, version in found.items()
+        if isinstance(path, str) and type(version) is int and version != 1
+    }
+
+
+def change_dicts(
+    nest: Any,
+    paths: Collection[str],
+    change: Callable[[dict[Any, Any], str], object],
+    path: str = "",
+) -> Any:
+    """Returns a nest with the dicts at these key paths changed.
+
+    >>> change_dicts({"m": {"w": 1}, "n": {"w": 1}}, {"m"}, lambda entries, path: [*entries])
+    {'m': ['w'], 'n': {'w': 1}}
+    """
+    if isinstance(nest, dict):
+        if any(each.startswith(f"{path}." if path else "") for each in paths):
+            nest = {k: change_dicts(v, paths, change, join(path, k)) for k, v in nest.items()}
+        return change(nest, path) if path in paths else nest
+    if isinstance(nest, list | tuple):
+        return type(nest)(
+            change_dicts(v, paths, change, join(path, at)) for at, v in enumerate(nest)
+        )
+    return nest
+
+
 def map_tree(tree: object, leaf: Callable[[Any], object]) -> Any:
     """Returns the nest of dicts, lists and tuples with `leaf(node)` in the place of other nodes.
 
@@ -323,6 +380,9 @@ class Catalog:
     optimizers: Mapping[str, str | None] = field(default_factory=dict)
     """The key path of an optimizer -> the module whose names its parameters have; "" if they have
     key paths, None if they have positions. An optimizer of unknown origin is missing."""
+    versions: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """The key path of a module's state dict -> the version of the state of each module inside, by
+    its name, where it is not 1. A state dict of unknown versions is missing."""
     weights: str = ""
     """The place of a model's weights, if a folder holds more than weights (docs/formats.md)."""
 

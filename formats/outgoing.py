@@ -48,6 +48,8 @@ class Outgoing:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Tied names: another name -> the name in `tensors`."""
     metadata: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """The versions of modules' states, as in `Catalog`."""
 
 
 def encoded_name(name: str) -> bytes:

@@ -65,6 +65,8 @@ class Loaded:
     """The first byte behind the pickle."""
     storages: Mapping[str, Storage]
     """The storages that it refers to, by key."""
+    attributes: Mapping[int, object]
+    """The attributes of OrderedDicts, by the `id` of each dict in `value`."""
 
 
 def run(data: bytes, at: int, where: str, storage_of: Callable[[object], Storage]) -> Loaded:
@@ -74,7 +76,8 @@ def run(data: bytes, at: int, where: str, storage_of: Callable[[object], Storage
     """
     machine = _Machine(data, at, storage_of)
     try:
-        return Loaded(machine.run(), machine.at + 1, machine.storages)
+        value = machine.run()
+        return Loaded(value, machine.at + 1, machine.storages, machine.attributes)
     except FormatError as error:
         raise type(error)(f"{where}: {error} (byte {machine.at} of the pickle)") from None
     except _UNSOUND as error:
@@ -89,10 +92,12 @@ class _Machine:
 
     __slots__ = (
         "at",
+        "attributes",
         "below",
         "copied",
         "data",
         "frame_end",
+        "having",
         "keys",
         "memo",
         "pop",
@@ -109,6 +114,9 @@ class _Machine:
         self.storage_of = storage_of
         self.storages: dict[str, Storage] = {}
         """The storages outside of the pickle, by key."""
+        self.attributes: dict[int, object] = {}
+        self.having: list[object] = []
+        """The dicts with attributes, so that no other object gets their `id`."""
         self.stack: list[object] = []
         self.below: list[list[object]] = []
         """The stacks below the marks. Only an opcode that removes a mark reaches below it."""
@@ -320,7 +328,9 @@ class _Machine:
     def build(self) -> None:
         state, target = self.pop(), self.stack[-1]
         if type(target) is dict:
-            return  # attributes of an OrderedDict, such as `_metadata` of a module, are dropped
+            self.attributes[id(target)] = state  # of an OrderedDict: `_metadata` of a module
+            self.having.append(target)
+            return
         if isinstance(target, NumpyArray | NumpyDType):
             target.build(state)
             return

@@ -29,10 +29,15 @@ def load(data: bytes, where: str) -> object:
         UnsupportedError: the pickle has an older protocol, or a kind of tensors that is not read.
         FormatError: the pickle is not valid.
     """
+    return load_whole(data, where).value
+
+
+def load_whole(data: bytes, where: str) -> Loaded:
+    """Returns the content of a pickle, with the attributes of its dicts. Raises as `load` does."""
     loaded = load_first(data, where)
     if loaded.end != len(data):
         raise FormatError(f"{where}: bytes follow the pickle, which ends at byte {loaded.end}")
-    return loaded.value
+    return loaded
 
 
 def load_first(data: bytes, where: str, at: int = 0, is_inside: bool = False) -> Loaded:
@@ -69,7 +74,7 @@ def load_row(data: bytes, where: str, is_inside: bool = False) -> Loaded:
     }
     if not len(listed) == len(found) == len(state.storages):
         raise FormatError(f"{where}: the listed storages are not those of the state")
-    return Loaded(state.value, at, found)
+    return Loaded(state.value, at, found, state.attributes)
 
 
 def _storage_inside(data: object) -> Storage:

@@ -7,6 +7,7 @@ opcodes. This writer writes each opcode itself, so it needs no torch and stores 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass
 from struct import pack
 
@@ -22,6 +23,15 @@ from formats.pickle_records import (
     TensorProperties,
 )
 from sharding.errors import ArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class StateDict:
+    """An OrderedDict with attributes: a state dict of torch with its `_metadata`."""
+
+    items: Mapping[object, object]
+    attributes: Mapping[str, object]
+
 
 NAMES = {cls: name for name, cls in reversed(RECORDS.items())}
 """The name of each record's class in torch; the newest one if it has had several."""
@@ -81,9 +91,8 @@ class _Writer:
                 self.values(value)
                 self.data += pickle.TUPLE
             case dict():
-                self.data += pickle.EMPTY_DICT + pickle.MARK
-                self.values([each for pair in value.items() for each in pair])
-                self.data += pickle.SETITEMS
+                self.data += pickle.EMPTY_DICT
+                self.items(value)
             case _:
                 self.record(value)
 
@@ -91,12 +100,22 @@ class _Writer:
         for value in values:
             self.value(value)
 
+    def items(self, items: Mapping[object, object]) -> None:
+        self.data += pickle.MARK
+        self.values([each for pair in items.items() for each in pair])
+        self.data += pickle.SETITEMS
+
     def record(self, value: object) -> None:
         match value:
             case DType(torch_name=name):
                 self.name(f"torch.{name}")
             case Call(name, arguments):
                 self.call(name, arguments)
+            case StateDict(items, attributes):
+                self.call("collections.OrderedDict", ())
+                self.items(items)
+                self.value(dict(attributes))
+                self.data += pickle.BUILD
             case Storage():
                 self.storage(value)
             case StoredTensor():

@@ -14,15 +14,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from formats import torch_legacy
-from formats.catalog import Catalog, Extent, FileRecord, Key, TensorRef, Tree, map_tree
+from formats.catalog import (
+    Catalog,
+    Extent,
+    FileRecord,
+    Key,
+    TensorRef,
+    Tree,
+    change_dicts,
+    map_tree,
+    module_metadata,
+)
 from formats.errors import CorruptError
 from formats.file_plan import FilePlan, Part
 from formats.outgoing import Outgoing, OutgoingTensor
-from formats.pickle_reader import load
+from formats.pickle_reader import load, load_whole
 from formats.pickle_records import Storage, StoredTensor
-from formats.pickle_writer import dump
+from formats.pickle_writer import StateDict, dump
 from formats.storage import Reader
 from formats.torch_tree import Nest
 from formats.zip_plan import Member, zip_parts
@@ -68,13 +79,16 @@ def read_archive(archive: Archive, size: int) -> Catalog:
     """Reads the catalog of a zip that is a file of `size` bytes. Raises as `read` does."""
     name, pickled = archive.file, archive.read(PICKLE)
     nest = Nest(name, len(pickled))
-    tree = nest.tree(load(pickled, name), (), archive)
+    loaded = load_whole(pickled, name)
+    nest.attributes = loaded.attributes
+    tree = nest.tree(loaded.value, (), archive)
     kind = TORCHSCRIPT if CONSTANTS in archive else TORCH
     if kind == TORCHSCRIPT and isinstance(tree, dict) and not nest.tensors:
         tree |= _constants(archive, nest)
     files = (FileRecord(name, size),)
     weights = weights_of_lightning(tree)
-    return Catalog(kind, nest.tensors, tree, files, nest.aliases, weights=weights)
+    tensors, versions = nest.tensors, nest.versions
+    return Catalog(kind, tensors, tree, files, nest.aliases, weights=weights, versions=versions)
 
 
 def _constants(archive: Archive, nest: Nest) -> dict[Key, Tree]:
@@ -125,15 +139,21 @@ def plan(name: str, state: Outgoing) -> FilePlan:
 
     Raises ArgumentError if the tree lacks a tensor or has a value that torch could not load.
     """
-    pickled, order = pack(state.tree, state.tensors, state.aliases)
+    pickled, order = pack(state.tree, state.tensors, state.aliases, state.versions)
     check_all_placed(name, state, {tensor.name for tensor in order})
     return FilePlan(name, archive_parts(pickled, order))
 
 
 def pack(
-    tree: Tree, tensors: Mapping[str, OutgoingTensor], aliases: Mapping[str, str]
+    tree: Tree,
+    tensors: Mapping[str, OutgoingTensor],
+    aliases: Mapping[str, str],
+    versions: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
 ) -> tuple[bytes, list[OutgoingTensor]]:
-    """Returns the pickle of a tree, and the tensors whose bytes are its storages 0, 1, 2 ..."""
+    """Returns the pickle of a tree, and the tensors whose bytes are its storages 0, 1, 2 ...
+
+    The state dicts of modules with `versions` have them in `_metadata`, for `load_state_dict`.
+    """
     order: dict[str, StoredTensor] = {}
 
     def packed(leaf: Tree) -> object:
@@ -144,7 +164,11 @@ def pack(
             order[name] = _stored(tensors[name], str(len(order)))
         return order[name]
 
-    return dump(map_tree(tree, packed)), [tensors[name] for name in order]
+    def told(entries: dict[object, object], path: str) -> object:
+        return StateDict(entries, {"_metadata": module_metadata(entries, versions[path])})
+
+    nest = change_dicts(map_tree(tree, packed), versions.keys(), told)
+    return dump(nest), [tensors[name] for name in order]
 
 
 def check_all_placed(where: str, state: Outgoing, placed: Set[str]) -> None:

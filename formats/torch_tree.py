@@ -18,7 +18,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from reprlib import Repr
 from typing import Protocol
@@ -34,6 +34,7 @@ from formats.catalog import (
     TensorRef,
     Tree,
     map_tree,
+    versions_in,
 )
 from formats.dtypes import DType
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
@@ -107,6 +108,10 @@ class Nest:
     def __init__(self, where: str, pickle_bytes: int) -> None:
         self.tensors: dict[str, TensorRecord] = {}
         self.aliases: dict[str, str] = {}
+        self.attributes: Mapping[int, object] = {}
+        """The attributes of the dicts in the pickle, by their `id`."""
+        self.versions: dict[str, Mapping[str, int]] = {}
+        """The versions of modules' states, as in `Catalog`."""
         self._where = where
         self._paths: dict[str, KeyPath] = {}
         self._views: dict[object, str] = {}
@@ -236,6 +241,7 @@ class _Walk:
         if isinstance(value, Opaque):
             return self._object(value, path, chars)
         if isinstance(value, dict):
+            self._note_versions(value, path)
             if not all(map(_is_key, value)):
                 return self.nest.opaque("dict with keys that are not text or numbers", value)
             return self._dict(value.items(), path, chars)
@@ -249,6 +255,13 @@ class _Walk:
             items = [self.tree(each, (*path, i), chars + 8) for i, each in enumerate(value)]
             return tuple(items) if isinstance(value, tuple) else items
         return self._other(value, path)
+
+    def _note_versions(self, state: object, path: KeyPath) -> None:
+        """Notes the versions of modules in the `_metadata` of a state dict."""
+        attributes = self.nest.attributes.get(id(state))
+        metadata = attributes.get("_metadata") if isinstance(attributes, dict) else None
+        if (versions := versions_in(metadata)) is not None:
+            self.nest.versions[".".join(map(str, path))] = versions
 
     def _other(self, value: object, path: KeyPath) -> Tree:
         """Returns the tree of a value that is neither plain nor a container."""

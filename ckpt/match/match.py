@@ -52,6 +52,7 @@ from sharding.describe.describing import (
     load_rest,
     part_of,
     state_dict_keys,
+    versions_of,
 )
 from sharding.describe.local_part import LocalPart
 from sharding.describe.members import NamedParameter
@@ -294,7 +295,8 @@ class _Matcher:
         own = {identity(t) for t in (*module.parameters(), *module.buffers())}
         with call_of("state_dict", path):
             entries: Mapping[str, object] = describe_module(module)
-        is_customised = _customised(module)
+        versions = self._versions_at(path, versions_of(entries))
+        is_customised = versions is not None or _customised(module)
         known = entries if is_customised else self._loadable(module, entries, path)
         clean = CleanNames(module)
         resizing = set(_resizing(module, clean)) if is_customised else set()
@@ -324,7 +326,7 @@ class _Matcher:
         def install() -> object:
             loaded = {original[key]: step() for key, step in steps.items() if key in original}
             with call_of("load_state_dict", path):
-                missing, unexpected = load_rest(module, loaded, self._strict)
+                missing, unexpected = load_rest(module, loaded, self._strict, versions)
             if is_customised:
                 names = {key: name for name, key in original.items()}
                 lacking = [name for key in missing if (name := names.get(key, key)) not in omitted]
@@ -338,6 +340,20 @@ class _Matcher:
             return module
 
         return install
+
+    def _versions_at(self, path: str, own: Mapping[str, int] | None) -> Mapping[str, int] | None:
+        """Returns the versions of a module's saved state; None where they are the module's `own`.
+
+        Unknown versions count as the module's own, and so do those of names that were changed.
+        """
+        saved = self._builder.saved
+        found = saved.catalog.versions.get(path)
+        if own is None or found is None or found == own:
+            return None
+        if saved.before and any(saved.before.get(n, n) != n for n in saved.under(path)):
+            return None
+        others = (at for at in own.keys() | found.keys() if own.get(at, 1) != found.get(at, 1))
+        return found if any(saved.under(join(path, at) if at else path) for at in others) else None
 
     def _refuse(self, found: list[Difference]) -> None:
         """Raises an error of differences that a module's `load_state_dict` found, or warns."""

@@ -1,7 +1,8 @@
-"""The names of saved optimizer state as the target has them, however the optimizer was saved.
+"""The saved names as the target has them, however its modules and optimizers were saved.
 
 The name of a parameter in a saved optimizer depends on the modules that the optimizer had then, and
-other programs number parameters. Rules:
+other programs number parameters. Other programs also save the parts that wrappers add to the names
+of modules' entries. Rules:
 
 1. A native checkpoint tells for each optimizer the module of its names. A parameter is the one
    with the same key path, after `rename=`. A name that `rename=` changes in the optimizer itself is
@@ -14,6 +15,8 @@ other programs number parameters. Rules:
 4. Another checkpoint does not tell the module of its names. Names that fit the target count as
    they are. If none fits, they are tried with and without the paths of the target's modules, and
    count if exactly one module has them all.
+5. An entry of a wrapped module whose name is not saved is the one with the wrappers' parts in its
+   name, as in the `state_dict()` of the wrapped target.
 """
 
 from __future__ import annotations
@@ -24,17 +27,18 @@ from typing import TypeGuard
 from torch.optim import Optimizer
 
 from ckpt.state.saved import Saved, nodes_in
-from ckpt.state.stateful import OptimizerNames, ParameterNames
+from ckpt.state.stateful import OptimizerNames, ParameterNames, modules
 from formats.catalog import Key, Tree, join
-from sharding.describe.members import NamedParameter
+from sharding.describe.describing import CleanNames, state_dict_keys
+from sharding.describe.members import WRAPPED, NamedParameter
 
 
 def named_like_target(saved: Saved, state: object, parameters: ParameterNames) -> Saved:
-    """Returns a checkpoint whose optimizer states have the names of the target's parameters.
+    """Returns a checkpoint with the target's names of optimizer states and of wrapped modules.
 
     `parameters` has the names of the target's modules. Returns `saved` if no name changes.
     """
-    table: dict[str, str] = {}
+    table = dict(_of_wrapped(saved, state))
     for path, optimizer in nodes_in(state, _is_optimizer):
         members = saved_members(saved, path)
         if members is not None:
@@ -44,6 +48,20 @@ def named_like_target(saved: Saved, state: object, parameters: ParameterNames) -
                 if str(old) != new:
                     table[join(where, old)] = join(where, new)
     return saved.renamed(table) if table else saved
+
+
+def _of_wrapped(saved: Saved, state: object) -> Iterator[tuple[str, str]]:
+    """Yields the saved names with wrappers' parts, and the target's names (rule 5)."""
+    for path, module in modules(state):
+        if not CleanNames(module).has_wrappers:
+            continue
+        names = "\n".join(saved.under(path))
+        if not any(f"{part}." in names for part in set(WRAPPED.values())):
+            continue
+        for name, key in state_dict_keys(module).items():
+            wrapped, clean = join(path, key), join(path, name)
+            if name != key and clean not in saved.leaves and wrapped in saved.leaves:
+                yield wrapped, clean
 
 
 def saved_members(saved: Saved, path: str) -> list[list[Key]] | None:

@@ -46,7 +46,13 @@ from formats.limits import current
 from formats.native.opened_shard import OWN_ENTRIES
 from formats.native.tree import ROOT
 from formats.safetensors_header import METADATA_KEY
-from sharding.describe.describing import TensorLike, describe, describe_module, part_of
+from sharding.describe.describing import (
+    TensorLike,
+    describe,
+    describe_module,
+    part_of,
+    versions_of,
+)
 from sharding.describe.dtensor import described_before
 from sharding.describe.local_part import LocalPart
 from sharding.layout import Layout, Mesh, is_dense
@@ -78,6 +84,8 @@ class FlatState:
     """The strides of whole tensors that are packed in another order than row-major."""
     optimizers: Mapping[str, str | None] = field(default_factory=dict)
     """The key path of each optimizer, and the module of its parameters' names (`Catalog`)."""
+    versions: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """The versions of the state dicts of modules, by their key paths (`Catalog`)."""
 
 
 def flatten(state: object, world: Mesh) -> FlatState:
@@ -118,6 +126,7 @@ class _Flattener:
         self.found = Described({}, {}, [], {}, {}, {})
         self._leaves, self._aliases, self._names, self._at, self._seen, self._strides = self.found
         self._optimizers: dict[str, str | None] = {}
+        self._versions: dict[str, Mapping[str, int]] = {}
         self._paths: dict[str, tuple[object, ...]] = {}
         self._keep: list[object] = []
         self._tensors = 0
@@ -128,7 +137,8 @@ class _Flattener:
         tree = self._walk(state, (), "")
         if len(set(self._names)) != len(self._names):
             return None
-        return FlatState(self._leaves, self._aliases, tree, self._strides, self._optimizers)
+        leaves, aliases, strides = self._leaves, self._aliases, self._strides
+        return FlatState(leaves, aliases, tree, strides, self._optimizers, self._versions)
 
     def _walk(self, node: object, path: tuple[object, ...], name: str) -> Tree:
         kind = type(node)
@@ -143,12 +153,16 @@ class _Flattener:
             self._names.append(name)
             return _integer(node, path)  # type: ignore[arg-type]
         if kind in DICTS and isinstance(node, Mapping):
+            if kind is OrderedDict and (versions := versions_of(node)) is not None:
+                self._versions[name] = versions
             return self._dict(node, path, name)
         if kind is list or kind is tuple or kind is torch.Size:
             return self._items(node, path, name)  # type: ignore[arg-type]
         if isinstance(node, nn.Module):
             with call_of("state_dict", shown(path)):
                 entries = describe_module(node)
+            if (versions := versions_of(entries)) is not None:
+                self._versions[name] = versions
             return self._nest(entries, path, name)
         if isinstance(node, Optimizer):
             return self._optimizer(node, path, name)

@@ -124,7 +124,8 @@ def spec_of(flat: FlatState) -> StateSpec:
     if last != [names, layouts, dtypes]:
         tensors = _tensors_of(flat)
         _last_spec = names, layouts, dtypes, tensors
-    return StateSpec(tensors, flat.aliases, flat.tree, flat.strides, flat.optimizers)
+    strides, optimizers = flat.strides, flat.optimizers
+    return StateSpec(tensors, flat.aliases, flat.tree, strides, optimizers, flat.versions)
 
 
 _last_spec: tuple[list[str], list[Layout], list[DType], dict[str, StoredTensor]] = [], [], [], {}

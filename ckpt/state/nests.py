@@ -15,12 +15,22 @@ Rules:
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 from ckpt.errors import StateError
 from ckpt.state.saved import holds_tensor, kind_of
-from formats.catalog import Key, TensorRef, Tree, TypedValue, join, map_tree
+from formats.catalog import (
+    Key,
+    TensorRef,
+    Tree,
+    TypedValue,
+    change_dicts,
+    join,
+    map_tree,
+    module_metadata,
+)
 from formats.dtypes import DType
 
 
@@ -29,6 +39,21 @@ def is_node(tree: Tree) -> bool:
     if isinstance(tree, list | tuple):
         return any(is_node(item) for item in tree)
     return isinstance(tree, dict | TensorRef)
+
+
+def versioned(nest: object, versions: Mapping[str, Mapping[str, int]]) -> object:
+    """Returns a nest whose state dicts of modules tell torch's `load_state_dict` their versions.
+
+    >>> versioned({"m": {"0.weight": 1}}, {"m": {"0": 2}})["m"]._metadata
+    {'': {'version': 1}, '0': {'version': 2}}
+    """
+
+    def told(entries: dict[Any, Any], path: str) -> object:
+        state = OrderedDict(entries)
+        state._metadata = module_metadata(entries, versions[path])  # type: ignore[attr-defined]
+        return state
+
+    return change_dicts(nest, versions.keys(), told) if versions else nest
 
 
 def outline(tree: Tree, values: list[object]) -> object:

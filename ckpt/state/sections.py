@@ -77,15 +77,24 @@ def short_hash(data: bytes) -> int:
 def summary(described: StateSpec) -> bytes:
     """Returns a state spec as bytes for another rank."""
     d = described
-    strides, optimizers = d.strides, d.optimizers
-    return dump(Manifest(d.tensors, d.aliases, d.tree, (), strides=strides, optimizers=optimizers))
+    return dump(
+        Manifest(
+            d.tensors,
+            d.aliases,
+            d.tree,
+            (),
+            strides=d.strides,
+            optimizers=d.optimizers,
+            versions=d.versions,
+        )
+    )
 
 
 def unpacked_summary(text: bytes) -> StateSpec:
     """Returns the state spec in the bytes of another rank."""
     manifest = load(text, "another rank's summary", stored=False)
     m = manifest
-    return StateSpec(m.tensors, m.aliases, m.tree, m.strides, m.optimizers)
+    return StateSpec(m.tensors, m.aliases, m.tree, m.strides, m.optimizers, m.versions)
 
 
 def merge(ranks: Ranks, mine: StateSpec) -> Callable[[], StateSpec]:
@@ -149,7 +158,9 @@ def _section(described: StateSpec, tree: dict[Key, Tree]) -> StateSpec:
     strides = {name: described.strides[name] for name in tensors if name in described.strides}
     keys = tuple(f"{key}." for key in tree)
     optimizers = {p: m for p, m in described.optimizers.items() if f"{p}.".startswith(keys)}
-    return StateSpec(tensors, aliases, tree, strides, optimizers)
+    # A module that is the whole state has its entries in all sections.
+    versions = {p: v for p, v in described.versions.items() if not p or f"{p}.".startswith(keys)}
+    return StateSpec(tensors, aliases, tree, strides, optimizers, versions)
 
 
 _Table: TypeAlias = list[tuple[int, tuple[int, ...]]]

@@ -31,6 +31,8 @@ class StateSpec:
     """As in `FlatState`; each rank may have others, and the lowest rank's count."""
     optimizers: Mapping[str, str | None] = field(default_factory=dict)
     """As in `FlatState`."""
+    versions: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """As in `FlatState`; the lowest rank's count."""
 
 
 def with_layout(tensor: StoredTensor, layout: Layout) -> StoredTensor:
@@ -65,7 +67,11 @@ def merged(summaries: Sequence[tuple[Sequence[int], StateSpec]], world: Mesh) ->
     uniting = _Uniting(world)
     tensors = {name: uniting.united(name, entries) for name, entries in held.items()}
     strides = {name: steps for _, d in reversed(summaries) for name, steps in d.strides.items()}
-    return StateSpec(tensors, aliases, tree, strides, _merged_optimizers(summaries))
+    versions: dict[str, Mapping[str, int]] = {}
+    for _, described in reversed(summaries):
+        for path, found in described.versions.items():
+            versions[path] = {**versions.get(path, {}), **found}
+    return StateSpec(tensors, aliases, tree, strides, _merged_optimizers(summaries), versions)
 
 
 def _merged_optimizers(

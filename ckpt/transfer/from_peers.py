@@ -40,8 +40,15 @@ def catalog_of(whole: StateSpec) -> Catalog:
         )
         for name, tensor in whole.tensors.items()
     }
-    tree, aliases, optimizers = whole.tree, whole.aliases, whole.optimizers
-    return Catalog("memory", records, tree, (), aliases, optimizers=optimizers)
+    return Catalog(
+        "memory",
+        records,
+        whole.tree,
+        (),
+        whole.aliases,
+        optimizers=whole.optimizers,
+        versions=whole.versions,
+    )
 
 
 def fill_from_peers(

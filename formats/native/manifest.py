@@ -104,6 +104,8 @@ class Manifest:
     """The strides in memory of each whole tensor that was not row-major."""
     optimizers: Mapping[str, str | None] = field(default_factory=dict)
     """The key path of each optimizer, and the module of its parameters' names, as in `Catalog`."""
+    versions: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """The versions of modules' states, as in `Catalog`."""
 
 
 def dump(manifest: Manifest) -> bytes:
@@ -135,6 +137,7 @@ def dump(manifest: Manifest) -> bytes:
             ],
             **({"strides": _strides_json(manifest.strides)} if manifest.strides else {}),
             **({"optimizers": dict(manifest.optimizers)} if manifest.optimizers else {}),
+            **({"versions": _versions_json(manifest.versions)} if manifest.versions else {}),
         }
     )
     body = body[:-1] + b',"state":' + state + b"}"
@@ -176,6 +179,10 @@ def _mesh_json(mesh: Mesh) -> Json:
     if mesh.table:
         entry["table"] = list(mesh.table)
     return entry
+
+
+def _versions_json(versions: Mapping[str, Mapping[str, int]]) -> Json:
+    return {path: dict(numbers) for path, numbers in versions.items()}
 
 
 def _strides_json(strides: Mapping[str, tuple[int, ...]]) -> Json:

@@ -181,7 +181,14 @@ class Loader:
             if module is not None and not isinstance(module, str):
                 raise FormatError(f"{self._file}: the module of the optimizer {path!r} is no text")
             optimizers[path] = module
-        return Manifest(tensors, aliases, tree, files, said, bases, strides, optimizers)
+        versions = {
+            path: {
+                name: self._integer(number, f"the version of {path}.{name}")
+                for name, number in self._dict(found, f"the versions of {path}").items()
+            }
+            for path, found in self._dict(self._content.get("versions", {}), "versions").items()
+        }
+        return Manifest(tensors, aliases, tree, files, said, bases, strides, optimizers, versions)
 
     def _tensor_strides(
         self, name: str, stored: StoredTensor | None, steps: Json

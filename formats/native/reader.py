@@ -61,6 +61,7 @@ def read(reader: Reader) -> Catalog:
         metadata=manifest.writer,
         bases=tuple(base.folder for base in manifest.bases if base is not None),
         optimizers=manifest.optimizers,
+        versions=manifest.versions,
     )
 
 

@@ -62,12 +62,25 @@ def describe(tensor: TensorLike, name: str, world: Mesh) -> tuple[torch.Tensor, 
     return dtensor.describe(tensor, name, world)
 
 
+def versions_of(state: Mapping[str, object]) -> dict[str, int] | None:
+    """Returns the versions of modules' states in a state dict, by the modules' names, except 1.
+
+    torch keeps them in the dict's `_metadata`, for the `_load_from_state_dict` of each module.
+    Returns None for a dict without.
+    """
+    metadata = getattr(state, "_metadata", None)
+    if not isinstance(metadata, Mapping):
+        return None
+    versions = ((path, own.get("version", 1)) for path, own in metadata.items())
+    return {path: version for path, version in versions if type(version) is int and version != 1}
+
+
 def describe_module(module: nn.Module) -> dict[str, object]:
     """Returns the module's state by name: a `LocalPart` for every parameter in a flat one.
 
     The other values are those of `module.state_dict(keep_vars=True)`: tensors and DTensors, which
-    `describe` takes, and objects that modules add to their state dicts. Raises ShardingError if two
-    entries get one name.
+    `describe` takes, and objects that modules add to their state dicts. `versions_of` the result
+    has the versions. Raises ShardingError if two entries get one name.
 
     >>> import torch.distributed as dist
     >>> from sharding import FullyShardedDataParallel, ShardingStrategy
@@ -86,8 +99,13 @@ def describe_module(module: nn.Module) -> dict[str, object]:
     with _local_state_dicts(module, has_torch_fsdp):
         state = module.state_dict(keep_vars=True)
     buffer_dtypes = torch_fsdp.buffer_dtypes(module) if has_torch_fsdp else {}
-    entries: dict[str, object] = {}
-    for name, path in _names_of(module, state).items():
+    clean = CleanNames(module)
+    entries: OrderedDict[str, object] = OrderedDict()
+    if (versions := versions_of(state)) is not None:
+        entries._metadata = {  # type: ignore[attr-defined]
+            clean.prefix(path)[:-1]: {"version": version} for path, version in versions.items()
+        }
+    for name, path in _names_of(module, state, clean).items():
         value = state[path]
         member = members.get(id(value))
         if member is None:
@@ -147,10 +165,14 @@ def is_divided(parameter: torch.Tensor) -> bool:
 
 
 def load_rest(
-    module: nn.Module, state: Mapping[str, object], strict: bool = False
+    module: nn.Module,
+    state: Mapping[str, object],
+    strict: bool = False,
+    versions: Mapping[str, int] | None = None,
 ) -> tuple[list[str], list[str]]:
     """Calls the module's `load_state_dict` with all values but the `LocalPart`s, filled before.
 
+    The modules inside are told that the state has these versions; by default, their own.
     Returns the missing and the unexpected keys: those that the method returns. Only a module with a
     method of its own sees `strict`. None are missing beside flat parameters, which have other keys.
     """
@@ -159,7 +181,14 @@ def load_rest(
     has_parts = len(rest) < len(state) or any(not m.is_original for m in flat_members(module))
     with _local_state_dicts(module, torch_fsdp.is_in(module)):
         # Without versions, each module would take the state for one of before its first version.
-        rest._metadata = getattr(module.state_dict(), "_metadata", None)  # type: ignore[attr-defined]
+        metadata = getattr(module.state_dict(), "_metadata", None)
+        if versions is not None and isinstance(metadata, Mapping):
+            clean = CleanNames(module)
+            metadata = {
+                path: {**own, "version": versions.get(clean.prefix(path)[:-1], 1)}
+                for path, own in metadata.items()
+            }
+        rest._metadata = metadata  # type: ignore[attr-defined]
         result = module.load_state_dict(rest, strict=strict and not is_torchs and not has_parts)
     missing = [] if has_parts else [*getattr(result, "missing_keys", ())]
     return missing, [*getattr(result, "unexpected_keys", ())]
@@ -171,11 +200,10 @@ def state_dict_keys(module: nn.Module) -> dict[str, str]:
     Raises ShardingError if two keys get one name.
     """
     with _local_state_dicts(module, torch_fsdp.is_in(module)):
-        return _names_of(module, module.state_dict())
+        return _names_of(module, module.state_dict(), CleanNames(module))
 
 
-def _names_of(module: nn.Module, keys: Iterable[str]) -> dict[str, str]:
-    clean = CleanNames(module)
+def _names_of(module: nn.Module, keys: Iterable[str], clean: CleanNames) -> dict[str, str]:
     if not clean.has_wrappers:
         return {key: key for key in keys}
     found: dict[str, str] = {}

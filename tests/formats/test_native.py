@@ -176,12 +176,23 @@ def test_a_manifest_is_read_back_as_it_was() -> None:
     )
 
 
-def test_a_manifest_tells_strides_and_the_modules_of_optimizers_if_there_are_some() -> None:
-    more = replace(golden_manifest(), strides={"w": (1, 8)}, optimizers={"o": "m", "p": None})
+def test_a_manifest_tells_strides_the_modules_of_optimizers_and_versions_if_there_are_some() -> (
+    None
+):
+    more = replace(
+        golden_manifest(),
+        strides={"w": (1, 8)},
+        optimizers={"o": "m", "p": None},
+        versions={"m": {"0": 2}},
+    )
     written = dump(more)
-    assert b'"strides":{"w":[1,8]},"optimizers":{"o":"m","p":null},"state":' in written
+    told = (
+        b'"strides":{"w":[1,8]},"optimizers":{"o":"m","p":null},"versions":{"m":{"0":2}},"state":'
+    )
+    assert told in written
     found = load(written, stored=False)
     assert (found.strides, found.optimizers) == (more.strides, more.optimizers)
+    assert found.versions == more.versions
     assert found.tensors == more.tensors  # a reader that ignores both keys reads the same
 
 

@@ -151,6 +151,8 @@ CHANGES: dict[str, tuple[Callable[[Json], object], type[FormatError]]] = {
     "strides that are a list": (put([["w", [1, 4]]], "strides"), FormatError),
     "the module of an optimizer is a number": (put({"o": 3}, "optimizers"), FormatError),
     "optimizers that are a list": (put(["o"], "optimizers"), FormatError),
+    "a version that is a text": (put({"m": {"0": "2"}}, "versions"), FormatError),
+    "versions that are a number": (put({"m": 2}, "versions"), FormatError),
     "many axes": (mesh([1] * 17, [0] * 17), HostileError),
     "empty axis": (mesh([0], [1]), FormatError),
     "negative mesh": (mesh([-1], [1]), FormatError),
