@@ -21,7 +21,13 @@ from warnings import warn
 
 from ckpt.arguments import CastingRule
 from ckpt.background.staging import COPIED, When
-from ckpt.errors import ArgumentError, ClosedError, ExistsError, SaveFailedWarning
+from ckpt.errors import (
+    ArgumentError,
+    ClosedError,
+    ExistsError,
+    MisuseError,
+    SaveFailedWarning,
+)
 from ckpt.fallback import load_or_older
 from ckpt.load_agreement import LoadOptions
 from ckpt.loading import Patterns, fit, load_once
@@ -96,6 +102,7 @@ class Checkpointer:
         group: Group = None,
         storage_options: Options = None,
         timeout: float = TIMEOUT_SECONDS,
+        read_only: bool = False,
     ) -> None:
         """All ranks of `group` call this, with equal arguments. Writes no file.
 
@@ -123,6 +130,8 @@ class Checkpointer:
                 The same signal a second time ends a process at once.
             deadline: seconds that the save after a signal may take.
             timeout: the most seconds that a rank waits for another.
+            read_only: for an evaluator beside the training: restores and lists, in any thread.
+                Handles no signals, saves and removes nothing, and has no `local` and `memory`.
 
         Raises:
             ArgumentError: an argument is wrong.
@@ -146,9 +155,14 @@ class Checkpointer:
             timeout=timeout,
         )
         self._ranks = RunRanks(self.url, Ranks(group, timeout, "runs"), storage_options)
-        self._signals = PreemptionSignals(signals)
+        if read_only and not (local is None and memory is None):
+            raise ArgumentError(
+                "read_only=True reads the folder of the run; omit local= and memory="
+            )
+        self._signals = PreemptionSignals(() if read_only else signals)
         self._saves = RunSaves(self._arguments, self._ranks, self._keep, self._failures)
         self._is_restored = self._is_closed = False
+        self._is_read_only = self._saves_nothing = read_only
         self._preempted_by: int | None = None
         """The signal that the ranks have agreed on."""
         self._is_asked = False
@@ -227,6 +241,7 @@ class Checkpointer:
             ArgumentError: `step` is not above the step of the last save, or is no possible step.
             ArgumentTypeError: a metric is not a number.
             ClosedError: this Checkpointer is closed.
+            MisuseError: this Checkpointer is read_only.
             RankError: another rank failed.
         """
         step = self._checked(step)
@@ -277,10 +292,17 @@ class Checkpointer:
         return self._is_due(self._checked(step))
 
     def _checked(self, step: int) -> int:
-        if self._is_closed:
-            raise ClosedError(f"{self.url}: this Checkpointer is closed; make another")
+        if self._saves_nothing:
+            self._refuse()
         # The quick way: most steps of a run save nothing.
         return step if type(step) is int and 0 <= step < END_OF_STEPS else checked_step(step)
+
+    def _refuse(self) -> None:
+        """Raises ClosedError or MisuseError if this Checkpointer saves nothing."""
+        if self._is_closed:
+            raise ClosedError(f"{self.url}: this Checkpointer is closed; make another")
+        if self._is_read_only:
+            raise MisuseError(f"{self.url}: this Checkpointer is read_only: make one that saves")
 
     def _is_due(self, step: int) -> bool:
         if self._decided is not None and self._decided[0] == step:
@@ -357,6 +379,66 @@ class Checkpointer:
         self._ranks.log(f"restored step {restored} from {without_secrets(taken)}")
         return restored
 
+    def start_from(
+        self,
+        url: str | os.PathLike[str],
+        state: object,
+        *,
+        strict: bool = True,
+        mapping: MappingName | Sequence[MappingName] = (),
+        parameters: Mapping[str, int] | None = None,
+        rename: Rename | None = None,
+        include: Patterns | None = None,
+        exclude: Patterns | None = None,
+        dtype: Literal["target"] | None = None,
+        casting: CastingRule = "same_kind",
+        storage_options: Options = None,
+    ) -> str:
+        """Fills `state` for a new run from another run's newest sound step; returns its place.
+
+        `url` is the folder of the other run, or any checkpoint that `ckpt.load` reads. All ranks
+        call this, once `restore` has returned None. The arguments are those of `ckpt.load`;
+        `include="model.*"` takes the weights alone. The steps of the new run begin as the program
+        counts them, and nothing is written before the first save.
+
+        Raises:
+            ExistsError: this run has steps already.
+            NotACheckpointError, CorruptError, MismatchError, ArgumentError, RankError: as `restore`
+                and `ckpt.load`.
+
+        >>> import ckpt, tempfile, torch
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ckpt.save(f"{folder}/base", {"model": {"w": torch.ones(2)}, "optim": {}})
+        ...     state = {"model": {"w": torch.zeros(2)}, "optim": {"m": torch.zeros(2)}}
+        ...     with ckpt.Checkpointer(f"{folder}/tuned") as run:
+        ...         if run.restore(state) is None:
+        ...             _ = run.start_from(f"{folder}/base", state, include="model.*")
+        ...     state["model"]["w"]
+        tensor([1., 1.])
+        """
+        self._refuse()
+        how, place = self._arguments, os.fspath(url)
+        options = self._ranks.checked(
+            lambda: LoadOptions(
+                **fit(strict, mapping, parameters, rename, include, exclude, dtype, casting),
+                group=None if isinstance(how.group, str) else how.group,
+                storage=storage_options,
+                call="Checkpointer.start_from",
+            )
+        )
+        last = self._newest_before if self._saves.last_step is None else self._saves.last_step
+        if last is not None:
+            raise ExistsError(
+                f"{self.url} has steps already, up to step {last}; call restore(state) to go on, "
+                "and start_from only where it returns None"
+            )
+        ranks = Ranks(how.group, how.timeout)
+        first, *others = self._ranks.places_in(place, storage_options)
+        once = partial(load_once, ranks, state=state, options=options)
+        _, taken = load_or_older(ranks, first, others, once, storage_options)
+        self._ranks.log(f"begins with the state of {without_secrets(taken)}")
+        return taken
+
     def latest_step(self) -> int | None:
         """Returns the step that was committed last, or None. All ranks call this."""
         return next(iter(self.all_steps()), None)
@@ -413,7 +495,7 @@ class Checkpointer:
             self.wait_until_finished()
             is_saved = not self._saves.is_retrying
         finally:
-            self._is_closed = True
+            self._is_closed = self._saves_nothing = True
             self._signals.close()
             if self._memory is not None:
                 self._memory.close(is_over and is_saved)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ckpt.errors import CkptError
 from ckpt.newest import newest_first, order_of, seconds_of
 from ckpt.run.failures import Failures
 from ckpt.run.history import check_no_foreign_steps, folder_name, run_steps
@@ -18,7 +20,9 @@ from ckpt.run.local_tier import LocalOptions, LocalTier
 from ckpt.run.memory_tier import Memory, MemoryTier, opened
 from ckpt.run.provenance import host_name, machine, provenance
 from ckpt.run.retention import RunStep, newest_steps
-from ckpt.stores.store import Options, join_url
+from ckpt.stores.store import Options, join_url, open_store
+from formats.folders import folder_format
+from formats.native.manifest import MANIFEST
 from sharding.agreement.ranks import Ranks, result_or_error
 from sharding.errors import ArgumentError
 from sharding.url_secrets import without_secrets
@@ -202,6 +206,23 @@ class RunRanks:
         found = newest_first(found, lambda one: one[0].age)
         places = [(place, one.step) for one, place in found if step in (None, one.step)]
         return places if places or step is None else [(self.place(step), step)]
+
+    def places_in(self, url: str, options: Options) -> list[str]:
+        """Returns the checkpoints to begin from, the best first, as rank 0 finds them.
+
+        These are the steps of the run at `url`, newest first. Any other place is one checkpoint.
+        """
+
+        def listed(records: Sequence[bytes]) -> bytes:
+            with suppress(CkptError, OSError):  # the load has the better error
+                steps = run_steps(url, storage_options=options)
+                with open_store(url, options) as store:
+                    entries = store.entries()
+                if steps and MANIFEST not in entries and folder_format(entries) is None:
+                    return json.dumps([join_url(url, one.name) for one in steps]).encode()
+            return json.dumps([url]).encode()
+
+        return self._joined("listing the run to begin from", lambda: None, listed)
 
     def checked(self, make: Callable[[], T]) -> T:
         """Returns the result of `make`, which checks arguments; its error on one rank is on all."""

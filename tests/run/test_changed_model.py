@@ -1,7 +1,9 @@
-"""Restores into a state that is not the saved one, and runs that begin with another's weights."""
+"""Restores into a state that is not the saved one, new runs with the weights of others, readers."""
 
 from __future__ import annotations
 
+import signal
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +48,15 @@ def step(state: State) -> None:
     state["optim"].zero_grad()
     state["model"](torch.arange(5)).square().mean().backward()
     state["optim"].step()
+
+
+def state_of(value: float) -> State:
+    return {"w": torch.full((4,), value), "seen": int(value)}
+
+
+def train(run: ckpt.Checkpointer, steps: range, **more: Any) -> None:
+    for number in steps:
+        assert run.save(number, state_of(number), **more)
 
 
 def first_step(folder: str | Path, state: State) -> State:
@@ -206,3 +217,145 @@ def test_all_ranks_go_on_from_a_local_step_with_another_model(
     assert "Checkpointer.restore with strict=False" in first[2]
     assert [told for told in first if "earlier run" in str(told)] == [first[1], first[3]]
     assert first[4:] == [2, [[1, 1], [0, 0]], [True, True], 4]
+
+
+def places_of_one_state(folder: Path, kind: str) -> Path:
+    """A place of this kind with weights of 1: the newest step of a run, one step of it, ..."""
+    if kind in ("a run", "a step"):
+        with ckpt.Checkpointer(folder, every_steps=1, blocking=True) as run:
+            for value in (3, 2, 1):
+                run.save(10 - value, {"model": {"w": torch.full((2,), value)}, "optim": {"m": 7}})
+        return folder if kind == "a run" else folder / "step-9"
+    folder.mkdir()
+    if kind == "a file":
+        torch.save({"model": {"w": torch.ones(2, dtype=torch.int64)}, "epoch": 3}, folder / "a.pt")
+        return folder / "a.pt"
+    ckpt.save(folder / "ckpt", {"model": {"w": torch.ones(2, dtype=torch.int64)}})
+    ckpt.convert(folder / "ckpt", folder / "hf", to="hf")
+    return folder / "hf"
+
+
+@pytest.mark.parametrize("kind", ["a run", "a step", "a file", "weights"])
+def test_a_new_run_begins_with_the_weights_of_any_checkpoint_and_goes_on_with_its_own(
+    tmp_path: Path, kind: str
+) -> None:
+    base, new = places_of_one_state(tmp_path / "base", kind), tmp_path / "new"
+    for start in (0, 1):
+        state = {"model": {"w": torch.zeros(2)}, "optim": {"m": 0}}
+        with ckpt.Checkpointer(new, every_steps=1) as run:
+            if run.restore(state) is None:
+                taken = run.start_from(base, state, include="model.*", **UNSAFE)
+                assert taken == str(tmp_path / "base/step-9" if kind == "a run" else base)
+                assert not new.exists()
+            else:
+                with pytest.raises(ckpt.ExistsError, match="call restore"):
+                    run.start_from(base, state, include="model.*")
+            assert state["model"]["w"].tolist() == [1 + start] * 2
+            assert state["optim"] == {"m": 5 * start}
+            state["model"]["w"] += 1
+            state["optim"]["m"] += 5
+            assert run.save(start + 1, state)
+
+
+UNSAFE: State = {"dtype": "target", "casting": "unsafe"}
+
+
+def test_a_new_run_begins_with_the_newest_sound_step_of_the_other(tmp_path: Path) -> None:
+    places_of_one_state(tmp_path / "base", "a run")
+    for file in (tmp_path / "base/step-9").glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1])
+    state = {"model": {"w": torch.zeros(2, dtype=torch.int64)}}
+    with ckpt.Checkpointer(tmp_path / "new", every_steps=1) as run:
+        with pytest.raises(ckpt.MismatchError, match=r"Checkpointer\.start_from with strict=False"):
+            run.start_from(tmp_path / "base/step-8", state)
+        with pytest.raises(ckpt.NotACheckpointError):
+            run.start_from(tmp_path / "elsewhere", state)
+        assert state["model"]["w"].tolist() == [0, 0]
+        with pytest.warns(ckpt.FallbackWarning, match="step-9") as told:
+            run.start_from(tmp_path / "base", state, include="model.*")
+        assert [one.filename for one in told] == [__file__]
+        assert state["model"]["w"].tolist() == [2, 2]
+        assert run.save(1, state)
+        with pytest.raises(ckpt.ExistsError, match="up to step 1"):
+            run.start_from(tmp_path / "base", state, include="model.*")
+
+
+def begins_anew(base: str, folder: str) -> tuple[str, list[float], int | None]:
+    """The error of ranks of which one has a wrong argument; the weights that all begin with."""
+    state = {"w": torch.zeros(2), "new": torch.zeros(2)}
+    with ckpt.Checkpointer(folder, every_steps=1) as run:
+        assert run.restore(state) is None
+        with pytest.raises(ckpt.CkptError) as error:
+            run.start_from(base, state, include=[] if dist.get_rank() else "w")
+        run.start_from(base, state, include="w")
+        run.save(1, state)
+        run.wait_until_finished()
+        return str(error.value), state["w"].tolist(), run.latest_step()
+
+
+def test_all_ranks_begin_with_the_same_weights(
+    clusters: Callable[[int], Any], tmp_path: Path
+) -> None:
+    with ckpt.Checkpointer(tmp_path / "base", every_steps=1) as run:
+        run.save(3, {"w": torch.ones(2)})
+    answers = clusters(2).run(begins_anew, str(tmp_path / "base"), str(tmp_path / "new"))
+    assert all("include is an empty list" in told for told, *_ in answers)
+    assert [rest for _, *rest in answers] == [[[1, 1], 1]] * 2
+
+
+def test_an_evaluator_reads_beside_the_training_and_changes_nothing(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
+    with ckpt.Checkpointer(tmp_path / "later", every_steps=1, read_only=True) as reader:
+        assert (reader.restore(state_of(0)), reader.latest_step()) == (None, None)
+    assert not (tmp_path / "later").exists()
+    with ckpt.Checkpointer(tmp_path, every_steps=1, blocking=True) as run:
+        train(run, range(1, 3), metrics={"loss": 0.5})
+        files = sorted(tmp_path.rglob("*"))
+        keep = ckpt.Keep(best=1, metric="loss")
+        with ckpt.Checkpointer(tmp_path, every_steps=1, keep=keep, read_only=True) as reader:
+            state = state_of(0)
+            assert reader.restore(state) == 2
+            assert (reader.all_steps(), reader.best_step()) == ([2, 1], 2)
+            for call in (
+                lambda: reader.save(3, state),
+                lambda: reader.save(3, state, force=True),
+                lambda: reader.should_save(3),
+                lambda: reader.start_from(tmp_path / "step-1", state),
+            ):
+                with pytest.raises(ckpt.MisuseError, match="read_only"):
+                    call()
+        assert sorted(tmp_path.rglob("*")) == files
+    with pytest.raises(ckpt.ClosedError):
+        reader.save(3, state)
+    with pytest.raises(ckpt.ArgumentError, match="omit local= and memory="):
+        ckpt.Checkpointer(tmp_path, local=tmp_path / "a", local_every_steps=1, read_only=True)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
+
+
+def test_an_evaluator_finds_a_sound_step_at_each_moment_of_the_training(tmp_path: Path) -> None:
+    read: list[int] = []
+    failed: list[BaseException] = []
+    is_over = threading.Event()
+
+    def evaluate() -> None:
+        try:
+            with ckpt.Checkpointer(tmp_path, read_only=True) as reader:
+                while not is_over.is_set():
+                    state = state_of(0)
+                    step = reader.restore(state)
+                    assert step == state["seen"] == state["w"][0]
+                    read.append(step)
+                    assert reader.latest_step() is not None
+        except BaseException as error:
+            failed.append(error)
+
+    with ckpt.Checkpointer(tmp_path, every_steps=1, keep=ckpt.Keep(last=1), blocking=True) as run:
+        train(run, range(1, 2))
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        train(run, range(2, 60))
+        is_over.set()
+        thread.join()
+    assert not failed
+    assert read == sorted(read)
+    assert read[-1] > read[0]
