@@ -57,7 +57,7 @@ UPLOAD: LeftOverKind = "upload"
 FOLDER: LeftOverKind = "folder"
 _SHARD = re.compile(r"[0-9a-f]{16}-[0-9]{5,}\.safetensors")
 _WRITTEN = re.compile(
-    r"manifest\.json|.+\.(safetensors|safetensors\.index\.json|pt|pth|bin|gguf|npz)"
+    r"manifest\.json|owner-[0-9]+\.json|.+\.(safetensors|safetensors\.index\.json|pt|pth|bin|gguf|npz)"
     r"|\.metadata|__[0-9]+_[0-9]+\.distcp",
     re.DOTALL,
 )

@@ -31,6 +31,7 @@ __all__ = [
     "MismatchError",
     "MismatchedLoadError",
     "NotACheckpointError",
+    "NotOwnerError",
     "PartialLoadError",
     "ProtocolError",
     "ReplacedError",
@@ -71,6 +72,12 @@ class InUseError(ExistsError):
     """Other checkpoints borrow from this one, so it can be neither deleted nor overwritten."""
 
     kind = "in_use"
+
+
+class NotOwnerError(CkptError):
+    """Another job has begun to save to this run since: this one saves and removes nothing."""
+
+    kind = "not_owner"
 
 
 class NotACheckpointError(CkptError, FileNotFoundError):

@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +20,7 @@ from warnings import warn
 
 import torch
 
-from ckpt.errors import ExistsError, RankError, ReplicasWarning, StateError
+from ckpt.errors import ExistsError, NotOwnerError, RankError, ReplicasWarning, StateError
 from ckpt.last_call import keeps_last
 from ckpt.plan.host_plan import host_layouts
 from ckpt.plan.save_plan import SavePlan, plan_save, stored_layouts
@@ -34,7 +34,7 @@ from ckpt.state.merged_state import (
 )
 from ckpt.state.state_spec import StateSpec, check_members
 from ckpt.stores.read_only import check_writable
-from ckpt.stores.store import Store
+from ckpt.stores.store import Store, split_url
 from ckpt.transfer.bases import bases_used, check_unused, folder_beside
 from ckpt.transfer.commit import check_no_other, commit, now
 from ckpt.transfer.replica_hashes import WAYS, ReplicaHashes, Replicas, named
@@ -59,6 +59,9 @@ class SaveOptions:
     replicas: Replicas = "sample"
     host: tuple[int, ...] = ()
     """The ranks of this rank's host if each host has a folder of its own; else empty."""
+    look: Callable[[], Collection[str]] | None = None
+    """Lists the folder around the checkpoint, on a rank that commits, before the save begins and
+    directly before the commit. Its error forbids the save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +167,11 @@ _last_layouts = keeps_last(stored_layouts)
 _last_plan = keeps_last(plan_save)
 
 
-def check_place(store: Store, overwrite: bool) -> None:
+def check_place(store: Store, overwrite: bool, beside: Collection[str] | None = None) -> None:
     """Raises ExistsError if the place is taken, InUseError if other checkpoints borrow from it.
 
-    Rank 0 alone calls this. Raises StoreError if the place is only read.
+    Rank 0 alone calls this. `beside` has the names in the folder around it, if they are known.
+    Raises StoreError if the place is only read.
     """
     check_writable(store)
     if not overwrite:
@@ -175,14 +179,19 @@ def check_place(store: Store, overwrite: bool) -> None:
         if MANIFEST in names and store.exists(MANIFEST):  # a listing may be out of date
             raise ExistsError(f"{store.url} holds a checkpoint; pass overwrite=True to replace it")
         check_no_other(store.url, names)
-    elif store.exists(MANIFEST):
+    elif (beside is None or _is_among(store, beside)) and store.exists(MANIFEST):
         check_unused(store.url, store.options)
+
+
+def _is_among(store: Store, beside: Collection[str]) -> bool:
+    return f"{split_url(store.url)[1]}/" in beside
 
 
 def check_options(ranks: Ranks, store: Store, options: SaveOptions) -> None:
     """Raises if this rank's options are wrong, or if the place is taken. All ranks call this."""
+    beside = None if options.look is None else options.look()
     if ranks.rank == 0:
-        check_place(store, options.overwrite)
+        check_place(store, options.overwrite, beside)
     if options.compress not in (False, True, "delta"):
         raise ArgumentError(f"compress is {options.compress!r:.80}; it can be a bool or 'delta'")
     if options.compress == "delta" and options.base is None:
@@ -282,14 +291,27 @@ def finish(
         records, attempt = _told_to_hosts(ranks, attempt, records)
     if ranks.rank == 0 or ranks.global_rank == min(attempt.options.host, default=0):
         _, failure = result_or_error(lambda: write_manifest(store, attempt, records))
-    # From here on the manifest may exist, so the files stay after any failure.
+    # From here on the manifest may exist, so the files stay after a failure.
     try:
         ranks.agree("committing", failure)
+    except NotOwnerError:
+        _clear(store, attempt)
+        raise
     except RankError as failed:
+        if failed.error == NotOwnerError.__name__:
+            _clear(store, attempt)
         if not _is_without_word(failed):
             raise
         said = f"{failed.message}; look whether there is a manifest"
         raise RankError("committing", failed.rank, failed.error, said) from failed
+
+
+def _clear(store: Store, attempt: SaveAttempt) -> None:
+    """Removes this rank's file after a refused commit: no manifest has its name."""
+    if not attempt.options.host:  # the other hosts may have committed
+        with suppress(OSError):
+            store.delete(attempt.file_name)
+            store.remove_if_empty()
 
 
 def _is_without_word(error: Exception) -> bool:
@@ -324,7 +346,7 @@ def write_manifest(store: Store, attempt: SaveAttempt, records: Sequence[bytes])
     manifest = manifest_of(attempt, summaries, bases)
     was = None if base is None or not used else (base, next(iter(used)))
     here = [file for file in manifest.files if not options.host or file.rank in options.host]
-    commit(store, manifest, attempt.began, options.overwrite, was, here)
+    commit(store, manifest, attempt.began, options.overwrite, was, here, options.look)
 
 
 def manifest_of(

@@ -242,6 +242,7 @@ class Checkpointer:
             ArgumentTypeError: a metric is not a number.
             ClosedError: this Checkpointer is closed.
             MisuseError: this Checkpointer is read_only.
+            NotOwnerError: another job has begun to save to this run since.
             RankError: another rank failed.
         """
         step = self._checked(step)
@@ -270,6 +271,8 @@ class Checkpointer:
             saves.settle()
         self._check_place(step)
         saves.last_step = step
+        if not saves.own(step, tier, self._counter):
+            return False
         metadata = {STEP: str(step), METRICS: text, PROVENANCE: self._provenance}
         metadata |= self._counter.next()
         how = self._arguments

@@ -18,6 +18,7 @@ from ckpt.run.failures import Failures
 from ckpt.run.history import check_no_foreign_steps, folder_name, run_steps
 from ckpt.run.local_tier import LocalOptions, LocalTier
 from ckpt.run.memory_tier import Memory, MemoryTier, opened
+from ckpt.run.owner import Ownership
 from ckpt.run.provenance import host_name, machine, provenance
 from ckpt.run.retention import RunStep, newest_steps
 from ckpt.stores.store import Options, join_url, open_store
@@ -120,6 +121,15 @@ class RunRanks:
                 "rank 0; make all of them alike"
             )
         return text, [_of_row(row) for row in steps], places
+
+    def take(self, owner: Ownership, least: int) -> int:
+        """Makes this start the owner of the run; returns its epoch, equal on all ranks."""
+
+        def take(records: Sequence[bytes]) -> bytes:
+            return json.dumps([owner.take(least)]).encode()
+
+        (epoch,) = self._joined("taking the run", lambda: None, take)
+        return int(epoch)
 
     def agree_on_step(
         self,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Literal
 from warnings import warn
 
-from ckpt.errors import ArgumentError, CkptError, RankError, SaveFailedWarning
+from ckpt.errors import ArgumentError, CkptError, NotOwnerError, RankError, SaveFailedWarning
 from sharding.agreement.connected import ENDED, LATE
 
 OnFailure = Literal["continue", "raise"]
 HOPELESS = (
     *("StateError", "ExistsError", "InUseError", "ArgumentError", "ArgumentTypeError"),
-    *("ValueError", "TypeError", ENDED, LATE),
+    *("NotOwnerError", "ValueError", "TypeError", ENDED, LATE),
 )
 """Errors that are raised, because the next step would fail in the same way."""
 
@@ -32,6 +32,8 @@ class Failures:
         """
         kind = error.error if isinstance(error, RankError) else type(error).__name__
         may_pass = isinstance(error, CkptError | OSError) and kind not in HOPELESS
+        if kind == NotOwnerError.__name__ and isinstance(error, RankError):
+            raise NotOwnerError(str(error)) from error
         if self._on_failure == "raise" or not may_pass:
             raise error
         self.count += 1

@@ -129,8 +129,14 @@ class RunCounter:
     def __init__(self, before: Iterable[RunStep]) -> None:
         known = list(before)
         self.epoch = 1 + max((one.order[0] for one in known if one.order is not None), default=0)
+        """The epoch of this start; `is_taken` tells whether it owns the run, and it is final."""
+        self.is_taken = False
         self._number = 0
         self._began = max((one.time for one in known), default=0.0)
+
+    def take(self, epoch: int) -> None:
+        """Notes that this start owns the run with this epoch (`ckpt.run.owner`)."""
+        self.epoch, self.is_taken = epoch, True
 
     def next(self) -> dict[str, str]:
         """Returns the metadata of the next save that tells its order."""

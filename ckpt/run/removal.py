@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from warnings import warn
 
 from ckpt.deleting import was_deleted
-from ckpt.errors import CkptError, InUseError, SaveFailedWarning
+from ckpt.errors import CkptError, InUseError, NotOwnerError, SaveFailedWarning
 from ckpt.run.history import run_steps
 from ckpt.run.retention import Keep, RunStep, removable
 from ckpt.stores.store import Options, join_url
@@ -32,16 +32,26 @@ class Removal:
     """The reason why it stayed; empty if it was removed."""
 
 
-def removals(url: str, keep: Keep, options: Options, *, dry_run: bool = False) -> Iterator[Removal]:
+def removals(
+    url: str,
+    keep: Keep,
+    options: Options,
+    *,
+    dry_run: bool = False,
+    look: Callable[[], object] | None = None,
+) -> Iterator[Removal]:
     """Removes checkpoints that no rule keeps, and yields each; with `dry_run`, only yields them.
 
-    One process calls this. Raises StoreError if the store fails.
+    One process calls this. Raises StoreError if the store fails. `look` is called before each
+    removal; its error ends the removals.
     """
     failed: Exception | None = None
     gone: set[str] | None = set() if dry_run else None
     for one in removable(run_steps(url, storage_options=options), keep, time.time()):
         place = join_url(url, one.name)
         needed_by = ""
+        if look is not None:
+            look()
         try:
             was_deleted(place, True, options, gone)
         except InUseError as error:
@@ -61,11 +71,14 @@ class Tidying:
         self._thread: threading.Thread | None = None
         self._failed: tuple[str, Exception] | None = None
 
-    def begin(self, url: str, keep: Keep, options: Options) -> None:
-        """Begins to remove checkpoints that no rule keeps, once the previous removal is over."""
+    def begin(self, url: str, keep: Keep, options: Options, look: Callable[[], object]) -> None:
+        """Begins to remove checkpoints that no rule keeps, once the previous removal is over.
+
+        `look` raises NotOwnerError if another job owns the folder.
+        """
         self.wait()
         self._thread = threading.Thread(
-            target=self._run, args=(url, keep, options), name="ckpt-keep", daemon=True
+            target=self._run, args=(url, keep, options, look), name="ckpt-keep", daemon=True
         )
         self._thread.start()
 
@@ -79,16 +92,17 @@ class Tidying:
         failed, self._failed = self._failed, None
         if failed is not None:
             url, error = failed
+            more = "" if isinstance(error, NotOwnerError) else "; the next save tries again"
             warn(
                 f"{url}: checkpoints that no rule keeps were not removed: "
-                f"{type(error).__name__}: {error}; the next save tries again",
+                f"{type(error).__name__}: {error}{more}",
                 SaveFailedWarning,
                 stacklevel=stacklevel + 1,
             )
 
-    def _run(self, url: str, keep: Keep, options: Options) -> None:
+    def _run(self, url: str, keep: Keep, options: Options, look: Callable[[], object]) -> None:
         try:
-            for _ in removals(url, keep, options):
+            for _ in removals(url, keep, options, look=look):
                 pass
         except Exception as error:
             self._failed = url, error

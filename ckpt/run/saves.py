@@ -5,24 +5,27 @@ Rules:
 1. A save in the background ends in `settle`, which all ranks call: before the next save, once the
    ranks know that none of them saves any more, and at the end.
 2. The first rank of a folder removes checkpoints, in a thread of its own, after a newer one was
-   committed. It removes no checkpoint from which another borrows.
+   committed. It removes no checkpoint from which another borrows, and none once another job owns
+   the run.
 3. A save that fails is counted, and gives a warning; the next step saves again. Errors for wrong
    arguments and for states that cannot be stored are raised: another try would not help.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt.background.save_handle import SaveHandle
 from ckpt.background.staging import When
+from ckpt.errors import NotOwnerError
 from ckpt.newest import BEGAN, ORDER
 from ckpt.run.exchange import RunRanks
 from ckpt.run.failures import Failures
-from ckpt.run.history import METRICS, PROVENANCE, STEP
+from ckpt.run.history import METRICS, PROVENANCE, STEP, RunCounter
 from ckpt.run.local_tier import HOSTS, LocalTier
+from ckpt.run.owner import Ownership
 from ckpt.run.removal import Tidying
 from ckpt.run.retention import Keep
 from ckpt.run.schedule import check_seconds
@@ -66,6 +69,11 @@ class RunSaves:
         self, arguments: SaveArguments, ranks: RunRanks, keep: Keep, failures: Failures
     ) -> None:
         self._arguments, self._ranks, self._keep, self._failures = arguments, ranks, keep, failures
+        self._owner = Ownership(ranks.url, ranks.url, arguments.storage_options)
+        self._local_owner: Ownership | None = None
+        """The claim on the local folder of this host."""
+        self._lost: NotOwnerError | None = None
+        """The error that told that another job owns the run."""
         self._handle: SaveHandle | None = None
         self._saved: tuple[int, LocalTier | None] = (0, None)
         """The step and the tier of the last save; None for the folder of the run."""
@@ -84,6 +92,40 @@ class RunSaves:
     def is_in_run_folder(self) -> bool:
         """Whether the last save was to the folder of the run."""
         return self._saved[1] is None
+
+    def own(self, step: int, tier: LocalTier | None, counter: RunCounter) -> bool:
+        """Takes the run at the first save; returns False if the store fails. All ranks call this.
+
+        Raises NotOwnerError if a save has told that another job owns the run.
+        """
+        if self._lost is not None:
+            raise NotOwnerError(str(self._lost)) from self._lost
+        if not counter.is_taken:
+            self._saved = (step, tier)
+            try:
+                self._owner.epoch = self._ranks.take(self._owner, counter.epoch)
+            except Exception as error:
+                self._failed(error)
+                return False
+            counter.take(self._owner.epoch)
+        return True
+
+    def _look(self, tier: LocalTier | None) -> Callable[[], Collection[str]] | None:
+        """Returns the look for other owners of a folder, on the rank that commits to it."""
+        if tier is None:
+            return self._owner.look if self._ranks.is_first else None
+        if self._ranks.global_rank != min(tier.host):
+            return None
+        if self._local_owner is None:
+            self._local_owner = Ownership(tier.options.folder, tier.run, None)
+        owner = self._local_owner
+
+        def look() -> Collection[str]:
+            if not owner.epoch:
+                owner.claim(self._owner.epoch)
+            return owner.look()
+
+        return look
 
     def begin(
         self,
@@ -108,6 +150,7 @@ class RunSaves:
             None,
             how.replicas,
             () if tier is None else tier.host,
+            self._look(tier),
         )
         self._saved = (step, tier)
         try:
@@ -144,12 +187,11 @@ class RunSaves:
             return
         _, tier = self._saved
         keep, url, options = self._keep, self._ranks.url, self._arguments.storage_options
-        is_first = self._ranks.is_first
         if tier is not None:
             keep, url, options = tier.keep, tier.options.folder, None
-            is_first = self._ranks.global_rank == min(tier.host)
-        if is_first and not keep.keeps_all:
-            self.tidying.begin(url, keep, options)
+        look = self._look(tier)
+        if look is not None and not keep.keeps_all:
+            self.tidying.begin(url, keep, options, look)
 
     def _place(self) -> str:
         """Returns the folder of the last save."""
@@ -159,6 +201,8 @@ class RunSaves:
     def _failed(self, error: Exception) -> None:
         """Counts a failure of the last save and warns of it, or raises its error."""
         step, tier = self._saved
+        if isinstance(error, NotOwnerError) or getattr(error, "error", "") == "NotOwnerError":
+            self._lost = NotOwnerError(str(error))
         again = "the next step" if tier is None else "the next local step"
         self._failures.add(error, self._place(), again, self._ranks.is_first)
         self.last_step = step - 1

@@ -14,7 +14,7 @@ Rules:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from ckpt.errors import ExistsError, InUseError, StoreError
@@ -44,12 +44,14 @@ def commit(
     overwrite: bool,
     base: tuple[str, str] | None = None,
     here: Sequence[ShardFile] | None = None,
+    look: Callable[[], object] | None = None,
 ) -> None:
     """Commits a checkpoint: it exists when this returns, and the one that it replaces is gone.
 
     `began` is the result of `now` before the first file was created. `base` is the URL of an
     incremental save's base, and the digest of its manifest. `here` has the files that this folder
-    must have, if hosts have folders of their own; by default all files.
+    must have, if hosts have folders of their own; by default all files. `look` is called directly
+    before the manifest is written; its error forbids that.
 
     Raises:
         StoreError: files are missing or have other sizes, the attempt took too long, or the base is
@@ -67,6 +69,8 @@ def commit(
             "again"
         )
     data = dump(manifest)
+    if look is not None:
+        look()
     store.commit(MANIFEST, data, replace=overwrite)
     if old is not None and not _can_be_read(store, data):
         _take_back(store, old)

@@ -312,7 +312,7 @@ def test_folders_that_are_no_steps_are_left_alone(tmp_path: Path) -> None:
     with ckpt.Checkpointer(tmp_path, every_steps=1, keep=ckpt.Keep(last=1)) as run:
         train(run, state_of(0), range(8, 11))
         run.wait_until_finished()
-    names = sorted(path.name for path in tmp_path.iterdir())
+    names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
     assert names == ["final", "step-007", "step-10", "step-5"]
     assert [step_of(name) for name in names] == [None, None, 10, 5]
 
@@ -441,7 +441,7 @@ def test_a_signal_that_the_loop_does_not_ask_about_ends_all_ranks_after_its_save
     with pytest.raises(RankDied) as error:
         doomed_cluster(2).run(unasked, str(tmp_path), told)
     assert sorted(error.value.dead) == [0, 1]
-    [place] = tmp_path.iterdir()
+    [place] = tmp_path.glob("step-*")
     assert ckpt.read(place)["step"] == int(place.name.removeprefix("step-")) < 20  # type: ignore[index]
 
 
@@ -487,7 +487,7 @@ def test_a_signal_has_its_usual_effect_after_its_save_and_at_once_the_second_tim
     program = programs(UNASKED, tmp_path / "run", before, again)
     out, err = program.communicate()
     assert program.returncode == status, err
-    assert sorted(one.name for one in (tmp_path / "run").glob("*")) == saved
+    assert sorted(one.name for one in (tmp_path / "run").glob("step-*")) == saved
     assert ("after the loop" in out) == (status == 0)
     assert out.count("own handler") == (2 if before == "own" else 0)
     lines = [line for line in err.splitlines() if "SIGTERM ends the run" in line]

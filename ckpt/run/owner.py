@@ -1,0 +1,168 @@
+"""The owner of a run's folder: the start that began to save last. The saves of others are errors.
+
+Rules:
+
+1. A start takes its epoch at its first save: it creates `owner-EPOCH.json`, only if no file of this
+   name exists, and then removes those of lower epochs. The highest epoch owns the folder. A start
+   that only restores takes nothing.
+2. The rank that commits lists the folder before each save begins and directly before the manifest
+   is written, and before each removal. A higher epoch there makes the save an error on all ranks.
+3. Another start may take the folder between the last look and the commit. Its order is still the
+   higher one, so that it never restores or keeps a step in the place of a step of its own.
+4. The local folder of each host has such files too, with the epoch of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import sys
+import time
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+
+from ckpt.errors import CkptError, ExistsError, NotOwnerError
+from ckpt.newest import seconds_of
+from ckpt.run.provenance import COMMAND_CHARS, host_name
+from ckpt.stores.store import Options, Store, open_store
+from formats.errors import FormatError
+from sharding.errors import ArgumentError
+from sharding.url_secrets import without_secrets
+
+_FILE = re.compile(r"owner-(\d{1,18})\.json")
+MOST_BYTES = 1 << 16
+"""The most bytes of an owner file that are read."""
+SHOWN_CHARS = 200
+"""The most characters of another job's command in an error."""
+
+
+def file_name(epoch: int) -> str:
+    """Returns the name of the file of an epoch.
+
+    >>> file_name(3)
+    'owner-3.json'
+    """
+    return f"owner-{epoch}.json"
+
+
+def epochs(names: Iterable[str]) -> list[int]:
+    """Returns the epochs whose files are among these names.
+
+    >>> epochs(["owner-3.json", "owner-03.json", "step-3/"])
+    [3]
+    """
+    found = (_FILE.fullmatch(name) for name in names)
+    return [int(one[1]) for one in found if one is not None and file_name(int(one[1])) == one[0]]
+
+
+class Ownership:
+    """The claim of one start on the folder `url` of the run `run`, in one process."""
+
+    def __init__(self, url: str, run: str, options: Options) -> None:
+        self._url, self._run, self._options = url, without_secrets(run), options
+        self.epoch = 0
+        """The epoch of this start; 0 before its first save."""
+
+    def take(self, least: int) -> int:
+        """Makes this start the owner and returns its epoch, at least `least` and above all others.
+
+        Raises StoreError if the store fails.
+        """
+        with open_store(self._url, self._options) as store:
+            while True:
+                epoch = max(least, 1 + max(epochs(store.names()), default=0))
+                mine = self._note(epoch)
+                try:
+                    store.commit(file_name(epoch), mine, replace=False)
+                except ExistsError:  # another start was faster; a listing may be out of date
+                    least = epoch + 1
+                    continue
+                # A start that listed the folder before may have taken a higher epoch and removed
+                # the lower ones. A server without conditions may have let both take this one.
+                if max(epochs(store.names()), default=0) <= epoch and _has(store, epoch, mine):
+                    break
+                least = epoch + 1
+            self._remove_older(store, epoch)
+        self.epoch = epoch
+        return epoch
+
+    def claim(self, epoch: int) -> None:
+        """Makes this start the owner with an epoch that it has taken elsewhere.
+
+        Raises NotOwnerError if a later start owns the folder, ArgumentError if another run does.
+        """
+        with open_store(self._url, self._options) as store:
+            there = epochs(store.names())
+            for other in there:
+                run = self._told(store, other).get("run")
+                if run is not None and run != self._run:
+                    raise ArgumentError(
+                        f"{self._url} belongs to the run {run}; give each run a local folder of "
+                        f"its own, or remove {file_name(other)} in it if that run is over"
+                    )
+            self.epoch = epoch
+            self._check(store, there)
+            with suppress(ExistsError):
+                store.commit(file_name(epoch), self._note(epoch), replace=False)
+            self._remove_older(store, epoch)
+
+    def look(self) -> Collection[str]:
+        """Returns the names in the folder, with a slash behind folders, in one listing.
+
+        Raises NotOwnerError if a later start owns it.
+        """
+        with open_store(self._url, self._options) as store:
+            names = store.entries()
+            self._check(store, epochs(names))
+        return names
+
+    def _check(self, store: Store, there: Collection[int]) -> None:
+        newest = max(there, default=0)
+        if newest <= self.epoch:
+            return
+        told = self._told(store, newest)
+        since = seconds_of(str(told.get("began")))
+        age = f", which began to save {max(0.0, time.time() - since):.0f} s ago" if since else ""
+        command = str(told.get("command", ""))[:SHOWN_CHARS]
+        raise NotOwnerError(
+            f"{without_secrets(self._url)} belongs to another job now: host {told.get('host')}, "
+            f"process {told.get('pid')}{age}{f' ({command})' if command else ''}. Nothing was "
+            "saved or removed. End this job; to go on with it in the place of the other, end the "
+            "other and start this one again"
+        )
+
+    def _note(self, epoch: int) -> bytes:
+        command = without_secrets(" ".join(sys.orig_argv))[:COMMAND_CHARS]
+        told = {
+            "epoch": epoch,
+            "run": self._run,
+            "host": host_name(),
+            "pid": os.getpid(),
+            "began": f"{time.time():.6f}",
+            "command": command,
+            "token": secrets.token_hex(8),
+        }
+        return json.dumps(told).encode()
+
+    def _told(self, store: Store, epoch: int) -> dict[str, object]:
+        """Returns the content of a start's file; empty if it is gone or damaged."""
+        try:
+            found = json.loads(store.read_whole(file_name(epoch), MOST_BYTES))
+        except (OSError, FormatError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _remove_older(self, store: Store, epoch: int) -> None:
+        with suppress(CkptError, OSError):  # a program that may not delete still owns the folder
+            for older in epochs(store.names()):
+                if older < epoch:
+                    store.delete(file_name(older))
+
+
+def _has(store: Store, epoch: int, data: bytes) -> bool:
+    try:
+        return store.read_whole(file_name(epoch), MOST_BYTES) == data
+    except FileNotFoundError:
+        return False
