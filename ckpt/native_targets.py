@@ -117,7 +117,16 @@ def _manifest(
         **state.metadata,
     }
     stored, versions = division.stored, state.versions
-    return Manifest(stored, state.aliases, state.tree, files, writer, versions=versions)
+    return Manifest(
+        stored,
+        state.aliases,
+        state.tree,
+        files,
+        writer,
+        versions=versions,
+        strides=state.strides,
+        optimizers=state.optimizers,
+    )
 
 
 def _is_not_there(store: Store, attempt: str, error: BaseException) -> bool:

@@ -11,7 +11,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 
@@ -27,7 +27,7 @@ from formats.native.manifest import WRITER_KEYS
 from formats.outgoing import Outgoing, OutgoingTensor
 from formats.storage import Reader
 from sharding.errors import ArgumentError
-from sharding.layout import HoleError
+from sharding.layout import HoleError, row_major
 from sharding.url_secrets import without_secrets
 
 _WRITTEN = {"ckpt": WRITER_KEYS, "safetensors": ("format",), "huggingface": ("format",), "gguf": ()}
@@ -40,6 +40,10 @@ class StoredState(Outgoing):
 
     copier: FileCopier
     """Copies the tensors by their names, and compares all checksums."""
+    strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """For the native format, as `Manifest.strides`."""
+    optimizers: Mapping[str, str | None] = field(default_factory=dict)
+    """For the native format, as `Manifest.optimizers`."""
     modules: tuple[str, ...] = ()
     """The sub-folders of a Hugging Face folder, which begin the names of their tensors."""
 
@@ -67,6 +71,7 @@ def outgoing(
     sources: dict[str, CopySource] = {}
     aliases: dict[str, str] = {}
     first_names: dict[str, str] = {}
+    strides: dict[str, tuple[int, ...]] = {}
     copier = FileCopier(reader, sources.__getitem__, "all", progress)
 
     def placed(leaf: Tree, path: str) -> Tree:
@@ -80,6 +85,8 @@ def outgoing(
             aliases[path] = first
             return TensorRef(first)
         check_located(record)
+        if record.strides is not None and record.strides != row_major(record.shape):
+            strides[path] = record.strides
         source = sources[path] = CopySource(record, casts.written(path, record))
         tensors[path] = OutgoingTensor(
             path, record.shape, source.dtype, partial(_blocks, copier, tensors, path)
@@ -95,6 +102,8 @@ def outgoing(
         _kept_metadata(catalog),
         catalog.versions,
         copier=copier,
+        strides=strides,
+        optimizers=catalog.optimizers,
         modules=modules if catalog.format == "huggingface" else (),
     )
 

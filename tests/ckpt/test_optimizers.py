@@ -360,6 +360,9 @@ def test_moments_of_one_module_never_go_to_another_of_the_same_names(tmp_path: P
     with pytest.warns(UserWarning, match="strict=False skips"):
         ckpt.load(tmp_path, {"one": one, "two": two, "optim": fresh}, strict=False)
     assert not fresh.state_dict()["state"]
+    ckpt.convert(tmp_path, tmp_path / "copy", to="ckpt")
+    with pytest.raises(MismatchError, match=r"optim\.state\.one"):
+        ckpt.load(tmp_path / "copy", {"one": one, "two": two, "optim": fresh})
     swapped = {"one": "two", "two": "one"}
     ckpt.load(tmp_path, {"one": one, "two": two, "optim": fresh}, rename=swapped)
     same(moments(two, fresh), moments(one, optimizer))
@@ -528,7 +531,8 @@ def test_moments_keep_the_strides_that_they_had(tmp_path: Path) -> None:
     ckpt.save(tmp_path / "own", {"model": model, "optim": optimizer})
     saved = {"model": model.state_dict(), "optim": optimizer.state_dict()}
     torch.save(saved, tmp_path / "pt")
-    for place in ("own", "pt"):
+    ckpt.convert(tmp_path / "own", tmp_path / "converted", to="ckpt")
+    for place in ("own", "pt", "converted"):
         fresh, again = made(1)
         fresh.to(memory_format=torch.channels_last)
         for _ in range(2):  # the second time in the place of state of other strides
