@@ -21,7 +21,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -90,6 +90,8 @@ class _OptimizerMatch:
     path: str
     packed: Mapping[str, Any]
     """The optimizer's present state dict."""
+    _options: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict)
+    """The tensors among the options, by their names in the checkpoint and their devices."""
 
     def run(self) -> Installer:
         groups = self._groups()
@@ -288,14 +290,18 @@ class _OptimizerMatch:
         return found[0] if len(found) == 1 else None
 
     def _option(self, value: Tree, path: str, own: object) -> object:
-        """Returns an option of a group. A tensor is new, and the load fills it."""
+        """Returns an option of a group. A tensor is new, and the load fills it.
+
+        A tensor that was an option of several groups, as a learning rate is, is one again.
+        """
         if not isinstance(value, TensorRef):
             return self.builder.whole(value, path, is_one=True)()
-        record = self.builder.saved.catalog.tensors[value.name]
-        tensor = whole_tensor(record)
-        if isinstance(own, torch.Tensor):
-            tensor = tensor.to(own.device)
-        self.builder.fill(path, record, tensor)
+        device = own.device if isinstance(own, torch.Tensor) else torch.device("cpu")
+        tensor = self._options.get((value.name, device))
+        if tensor is None:
+            record = self.builder.saved.catalog.tensors[value.name]
+            tensor = self._options[value.name, device] = whole_tensor(record).to(device)
+            self.builder.fill(path, record, tensor)
         return tensor
 
     def _renamed(self, name: str) -> str:
