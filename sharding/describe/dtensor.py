@@ -86,8 +86,13 @@ class _Known:
     """Whether the rank is not in the mesh."""
 
     def fits(self, local: torch.Tensor) -> bool:
-        """Whether a local tensor has the right shape."""
-        return local.shape == self.local_shape or (self.is_outside and local.numel() == 0)
+        """Whether a local tensor has the right shape; any without elements if the rank has none.
+
+        The local tensor of a DTensor without elements has any shape: FSDP cuts it by its elements.
+        """
+        if local.shape == self.local_shape:
+            return True
+        return local.numel() == 0 and (self.is_outside or self.layout.numel == 0)
 
 
 def describe(tensor: torch.Tensor, name: str, world: Mesh) -> tuple[torch.Tensor, Layout]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -18,7 +20,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import sharding
 from sharding import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from sharding.describe.describing import describe_module, flat_members, part_of
+from sharding.describe.describing import (
+    describe_module,
+    flat_members,
+    load_rest,
+    part_of,
+    state_dict_keys,
+)
 from sharding.describe.local_part import LocalPart
 from sharding.errors import ShardingError
 from tests.kept_groups import kept
@@ -273,3 +281,83 @@ def part_of_a_flat_unit() -> None:
 
 def test_a_part_of_a_flat_unit_is_not_described_as_if_it_were_empty(clusters: Callable) -> None:
     clusters(2).run(part_of_a_flat_unit)
+
+
+READS: dict[str, Callable[[torch.Tensor], object]] = {
+    "norm": lambda weight: weight.detach().norm(),
+    "tolist": lambda weight: weight.detach().tolist(),
+    "numpy": lambda weight: weight.detach().numpy().sum(),
+    "repr": repr,
+    "deepcopy": lambda weight: copy.deepcopy(weight.detach()),
+    "changed": lambda weight: weight.data.clamp_(0.0),
+    "view": lambda weight: weight.detach(),
+}
+
+
+def read_by_hooks(entry_point: str, form: str, read: str) -> tuple[list[float], list[float]]:
+    """The parameters before and after descriptions that hooks of state dicts make fail."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+
+    def hook(module: nn.Linear, state: dict[str, Any], prefix: str, metadata: object) -> None:
+        found = READS[read](module.weight)
+        state[prefix + "found"] = found if isinstance(found, torch.Tensor) else torch.ones(1)
+
+    model[1].register_state_dict_post_hook(hook)
+    module: Any = torch.distributed.fsdp if entry_point == "torch" else sharding
+    model = module.FullyShardedDataParallel(
+        model, use_orig_params=form == "original", device_id=torch.device("cpu")
+    )
+    model(torch.ones(2, 5)).sum().backward()
+    before = [p.detach().sum().item() for p in model.parameters()]
+    for describing in (describe_module, state_dict_keys):
+        if describing is describe_module or read != "view":  # it does not look at values
+            with pytest.raises(ShardingError, match=r"\b1\.weight\b.* is divided over the ranks"):
+                describing(model)
+    return before, [p.detach().sum().item() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("entry_point", ["ours", "torch"])
+@pytest.mark.parametrize("form", ["flat", "original"])
+@pytest.mark.parametrize(
+    "read", ["norm", "view", *(pytest.param(r, marks=pytest.mark.slow) for r in list(READS)[1:-1])]
+)
+def test_a_state_dict_hook_that_reads_a_divided_parameter_is_an_error_by_its_name(
+    clusters: Callable[[int], Any], entry_point: str, form: str, read: str
+) -> None:
+    for before, after in clusters(2).run(read_by_hooks, entry_point, form, read):
+        assert before == after
+
+
+def shapes_by_hooks() -> list[int]:
+    """The entries of hooks that look at shapes, or read what is not divided."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))
+
+    def hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+        state[prefix + "shape"] = torch.tensor(module.weight.detach().view(-1).shape)
+        state[prefix + "sum"] = module.running_var.sum()
+
+    model[1].register_state_dict_post_hook(hook)
+    found = describe_module(FullyShardedDataParallel(model))
+    return [int(found["1.shape"]), int(found["1.sum"])]  # type: ignore[call-overload]
+
+
+def test_a_state_dict_hook_may_look_at_shapes_and_read_buffers(
+    clusters: Callable[[int], Any],
+) -> None:
+    assert clusters(2).run(shapes_by_hooks) == [[7, 7], [7, 7]]
+
+
+def read_before_loading() -> None:
+    model = nn.Sequential(nn.Linear(5, 7))
+    model[0].register_load_state_dict_pre_hook(lambda module, *_: module.weight.sum())
+    model = FullyShardedDataParallel(model)
+    model(torch.ones(2, 5)).sum().backward()
+    state = describe_module(model)
+    with pytest.raises(ShardingError, match=r"^0\.weight is divided .* reads it"):
+        load_rest(model, state)
+
+
+def test_a_load_hook_that_reads_a_divided_parameter_is_an_error_by_its_name(
+    clusters: Callable[[int], Any],
+) -> None:
+    clusters(2).run(read_before_loading)
