@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from typing import Any
 
 from ckpt.run.retention import Keep
+from ckpt.run.schedule import UNITS, seconds_in
 from formats.sizes import parse_size
 
-SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 LONGEST = 1e9
 """Some thirty years: no clock of an operating system takes a much longer time."""
 
@@ -30,9 +28,8 @@ def duration(text: str) -> float:
     >>> duration("90m"), duration("1.5d"), duration("0")
     (5400.0, 129600.0, 0.0)
     """
-    matched = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
-    seconds = float(matched[1]) * SECONDS[matched[2] or "s"] if matched else math.inf
-    if seconds > LONGEST:
+    seconds = seconds_in(text)
+    if seconds is None or seconds > LONGEST:
         raise ArgumentTypeError(f"{text!r} is no time; say 30s, 90m, 2h or 3d")
     return seconds
 
@@ -43,17 +40,17 @@ def age(seconds: float) -> str:
     >>> age(7260), age(3), age(-1)
     ('2 h', '3 s', '0 s')
     """
-    for letter, unit in reversed(SECONDS.items()):
+    for letter, unit in reversed(UNITS.items()):
         if seconds >= unit:
             return f"{seconds / unit:.0f} {letter}"
     return "0 s"
 
 
 def keep_of(text: str) -> Keep:
-    """Parses a policy such as `last=3,every=1000,best=2,metric=loss,mode=max,younger_than=2d`.
+    """Parses a policy such as `last=3,every=1000,best=2,metric=loss,mode=max,one_per=1h`.
 
     >>> keep_of("last=3,younger_than=2h")
-    Keep(last=3, every=None, best=None, metric=None, mode='min', younger_than=7200.0)
+    Keep(last=3, every=None, best=None, metric=None, mode='min', younger_than=7200.0, one_per=None)
     """
     found: dict[str, Any] = {}
     for rule in text.split(","):
@@ -84,4 +81,5 @@ _RULES: dict[str, Callable[[str], Any]] = {
     "metric": str,
     "mode": str,
     "younger_than": duration,
+    "one_per": duration,
 }

@@ -47,7 +47,7 @@ from ckpt.run.local_tier import LocalOptions, LocalTier, local_options
 from ckpt.run.memory_tier import Memory, MemoryTier
 from ckpt.run.preemption import PreemptionSignals
 from ckpt.run.retention import Keep, best_first
-from ckpt.run.saves import RunSaves, SaveArguments
+from ckpt.run.saves import RunSaves, SaveArguments, checked_metadata
 from ckpt.run.schedule import Schedule, next_exchange
 from ckpt.state.patterns import Rename
 from ckpt.stores.store import Options, absolute
@@ -229,11 +229,13 @@ class Checkpointer:
         state: object,
         metrics: Mapping[str, object] | None = None,
         force: bool = False,
+        *,
+        metadata: Mapping[str, str] | None = None,
     ) -> bool:
         """Saves `state` if a checkpoint is due, or with `force`; returns whether it did.
 
         A background save has only begun then. All ranks call this, with rising steps. `metrics` are
-        numbers by name; rank 0's are stored.
+        numbers by name, `metadata` texts beside those of the run; rank 0's are stored.
 
         Raises:
             ExistsError: the folder has checkpoints of an earlier run, and `restore` was not called.
@@ -261,7 +263,7 @@ class Checkpointer:
                 f"step {step} comes after step {last}: steps must rise; to go back, "
                 f"call restore(state, step=...)"
             )
-        text = metrics_text(metrics or {})
+        text, own = metrics_text(metrics or {}), checked_metadata(metadata or {})
         if tier is not None:
             is_saving = saves.is_in_run_folder and saves.is_under_way
             tier = tier if self._ranks.can_save_locally(step, is_saving) else None
@@ -273,17 +275,18 @@ class Checkpointer:
         saves.last_step = step
         if not saves.own(step, tier, self._counter):
             return False
-        metadata = {STEP: str(step), METRICS: text, PROVENANCE: self._provenance}
-        metadata |= self._counter.next()
         how = self._arguments
-        metadata = {**how.metadata, **metadata}
-        in_memory = memory is not None and memory.save(step, state, metadata, how.blocking)
+        run = {STEP: str(step), METRICS: text, PROVENANCE: self._provenance}
+        written = {**how.metadata, **own, **run, **self._counter.next()}
+        in_memory = memory is not None and memory.save(step, state, written, how.blocking)
         if not is_due and tier is None:
             return in_memory
         if tier is None:
-            self._decided = (step, False)
             saves.is_retrying, self._began = False, time.monotonic()
-        return saves.begin(step, state, metadata, tier, self._preempted_by is not None)
+        has_begun = saves.begin(step, state, written, tier, self._preempted_by is not None)
+        if tier is None:
+            self._decided = (step, False)
+        return has_begun
 
     def _local_due(self, step: int) -> LocalTier | None:
         """Returns the tier of this host if a local checkpoint is due at this step."""

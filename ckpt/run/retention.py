@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ckpt.newest import Age, newest_first
-from ckpt.run.schedule import check_seconds
+from ckpt.run.schedule import check_seconds, seconds_in
 from sharding.errors import ArgumentError
 
 __all__ = ["Keep", "RunStep"]
@@ -35,7 +35,7 @@ class Keep:
     Raises ArgumentError for a number below 1, and for `best` without `metric`.
 
     >>> Keep(last=3, every=1000, best=2, metric="loss")
-    Keep(last=3, every=1000, best=2, metric='loss', mode='min', younger_than=None)
+    Keep(last=3, every=1000, best=2, metric='loss', mode='min', younger_than=None, one_per=None)
     """
 
     last: int | None = None
@@ -48,8 +48,10 @@ class Keep:
     """A key of the metrics in the calls of `Checkpointer.save`."""
     mode: Mode = "min"
     """Whether the best metric is the smallest or the largest."""
-    younger_than: float | None = None
-    """Keeps checkpoints whose save began less than so many seconds ago."""
+    younger_than: float | str | None = None
+    """Keeps checkpoints whose save began less than so long ago: in seconds, or as `"1h"`."""
+    one_per: float | str | None = None
+    """Keeps the first checkpoint of each such time: of each hour, by UTC."""
 
     def __post_init__(self) -> None:
         for name in ("last", "every", "best"):
@@ -57,7 +59,9 @@ class Keep:
             if number is not None and (type(number) is not int or number < 1):
                 raise ArgumentError(f"Keep({name}={number!r}): give a whole number of at least 1")
         if self.younger_than is not None:
-            check_seconds("Keep: younger_than", self.younger_than)
+            check_seconds("Keep: younger_than", _seconds(self.younger_than))
+        if self.one_per is not None:
+            check_seconds("Keep: one_per", _seconds(self.one_per))
         if (self.best is None) != (self.metric is None):
             raise ArgumentError("Keep: best= and metric= belong together; give both or none")
         if not isinstance(self.metric, str | None):
@@ -68,7 +72,24 @@ class Keep:
     @property
     def keeps_all(self) -> bool:
         """Whether no rule is given."""
-        return (self.last, self.every, self.best, self.younger_than) == (None,) * 4
+        rules = (self.last, self.every, self.best, self.younger_than, self.one_per)
+        return rules == (None,) * len(rules)
+
+    def is_young(self, seconds: float) -> bool:
+        """Whether `younger_than` keeps a checkpoint of this age."""
+        most = _seconds(self.younger_than)
+        return isinstance(most, int | float) and seconds < most
+
+    def period_of(self, time: float) -> float | None:
+        """Returns the number of the period of `one_per` that a time lies in; None without one."""
+        seconds = _seconds(self.one_per)
+        return time // seconds if isinstance(seconds, int | float) else None
+
+
+def _seconds(time: float | str | None) -> float | str | None:
+    """Returns a time in seconds; a text that is no time as it is."""
+    seconds = seconds_in(time) if isinstance(time, str) else None
+    return time if seconds is None else seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +140,9 @@ def removable(steps: Sequence[RunStep], keep: Keep, now: float) -> list[RunStep]
     if keep.every is not None:
         kept |= {one.name for one in steps if one.step % keep.every == 0}
     if keep.younger_than is not None:
-        kept |= {one.name for one in steps if now - one.time < keep.younger_than}
+        kept |= {one.name for one in steps if keep.is_young(now - one.time)}
     if keep.best is not None and keep.metric is not None:
         kept |= {one.name for one in best_first(steps, keep.metric, keep.mode)[: keep.best]}
+    if keep.one_per is not None:
+        kept |= {one.name for one in {keep.period_of(one.time): one for one in newest}.values()}
     return [one for one in newest if one.name not in kept]

@@ -34,7 +34,7 @@ from ckpt.saving import save_with
 from ckpt.stores.store import Options
 from ckpt.transfer.replica_hashes import Replicas
 from ckpt.transfer.write_job import Compress
-from sharding.errors import ArgumentError
+from sharding.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
     from sharding.agreement.ranks import Group
@@ -55,11 +55,19 @@ class SaveArguments:
     timeout: float
 
     def __post_init__(self) -> None:
-        own = {STEP, METRICS, PROVENANCE, BEGAN, ORDER, HOSTS} & self.metadata.keys()
-        if own:
-            raise ArgumentError(f"metadata has {min(own)!r}, a key of the run's own; take another")
+        checked_metadata(self.metadata)
         if self.deadline is not None:
             check_seconds("deadline", self.deadline)
+
+
+def checked_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
+    """Returns a user's metadata. Raises ArgumentError if they have a key of the run's own."""
+    if not isinstance(metadata, Mapping):
+        raise ArgumentTypeError(f"metadata is {metadata!r:.80}; it is a dict of texts")
+    own = {STEP, METRICS, PROVENANCE, BEGAN, ORDER, HOSTS} & metadata.keys()
+    if own:
+        raise ArgumentError(f"metadata has {min(own)!r}, a key of the run's own; take another")
+    return metadata
 
 
 class RunSaves:
@@ -204,6 +212,6 @@ class RunSaves:
         if isinstance(error, NotOwnerError) or getattr(error, "error", "") == "NotOwnerError":
             self._lost = NotOwnerError(str(error))
         again = "the next step" if tier is None else "the next local step"
+        self.last_step = step - 1  # also where the error is raised: the step may be saved again
         self._failures.add(error, self._place(), again, self._ranks.is_first)
-        self.last_step = step - 1
         self.is_retrying = self.is_retrying or tier is None

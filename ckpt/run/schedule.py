@@ -10,6 +10,7 @@ Rules:
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from sharding.errors import ArgumentError
@@ -51,6 +52,20 @@ def check_seconds(name: str, seconds: object) -> None:
     """Raises ArgumentError unless an argument is a number above 0."""
     if not isinstance(seconds, int | float) or not seconds > 0:
         raise ArgumentError(f"{name}={seconds!r}: give seconds above 0")
+
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+"""The seconds of each letter in a time as text."""
+
+
+def seconds_in(text: str) -> float | None:
+    """Returns the seconds of a time such as `90m`; None for another text.
+
+    >>> seconds_in("90m"), seconds_in("1.5d"), seconds_in("20"), seconds_in("soon")
+    (5400.0, 129600.0, 20.0, None)
+    """
+    matched = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
+    return float(matched[1]) * UNITS[matched[2] or "s"] if matched else None
 
 
 def next_exchange(step: int, last: int, seconds: float) -> int:

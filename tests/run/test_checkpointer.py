@@ -263,6 +263,24 @@ def test_metadata_under_a_key_of_the_run_are_refused(tmp_path: Path, key: str) -
         ckpt.Checkpointer(tmp_path, metadata={key: "mine", "other": "kept"})
 
 
+def test_each_save_may_have_metadata_of_its_own(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path, every_steps=1, metadata={"note": "all", "data": "v1"}) as run:
+        assert run.save(1, state_of(1))
+        assert run.save(2, state_of(2), metadata={"data": "v2", "lr": "0.1"})
+        for wrong in ({"step": "9"}, {"order": "1.1"}, {"lr": 0.1}, "lr"):
+            with pytest.raises(ckpt.CkptError, match="metadata"):
+                run.save(3, state_of(3), metadata=wrong)  # type: ignore[arg-type]
+        assert run.save(3, state_of(3))
+    told = []
+    for step in (1, 2):
+        with ckpt.open(tmp_path / f"step-{step}") as checkpoint:
+            told.append(
+                {key: checkpoint.metadata.get(key) for key in ("step", "note", "data", "lr")}
+            )
+    assert told[0] == {"step": "1", "note": "all", "data": "v1", "lr": None}
+    assert told[1] == {"step": "2", "note": "all", "data": "v2", "lr": "0.1"}
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_told(tmp_path: Path) -> None:
     with ckpt.Checkpointer(tmp_path, every_steps=1) as run:
         train(run, state_of(0), range(1, 4))

@@ -33,12 +33,13 @@ steps = st.lists(
 )
 numbers = st.none() | st.integers(1, 5)
 policies = st.builds(
-    lambda last, every, best, younger, mode: Keep(
-        last, every, best, None if best is None else "loss", mode, younger
+    lambda last, every, best, younger, mode, period: Keep(
+        last, every, best, None if best is None else "loss", mode, younger, period
     ),
     *(numbers, numbers, numbers),
     st.none() | st.floats(1, 2_000),
     st.sampled_from(["min", "max"]),
+    st.sampled_from([None, 7.5, 300, "20", "2m"]),
 )
 
 
@@ -54,6 +55,11 @@ def stays(one: RunStep, steps: Sequence[RunStep], keep: Keep) -> bool:
         return True
     if keep.younger_than is not None and one.time > NOW - keep.younger_than:
         return True
+    if keep.one_per is not None:
+        period = {"20": 20, "2m": 120}.get(str(keep.one_per)) or float(keep.one_per)
+        here = [other for other in steps if other.time // period == one.time // period]
+        if not any(is_newer(one, other) for other in here):
+            return True
     if keep.best is None or math.isnan(one.metrics.get("loss", math.nan)):
         return False
     sign = 1 if keep.mode == "min" else -1
@@ -120,6 +126,7 @@ def names(steps: Sequence[RunStep]) -> list[int]:
 def test_a_checkpoint_at_the_age_limit_is_removable() -> None:
     steps = [RunStep(step, f"step-{step}", NOW - age) for step, age in ((1, 10), (2, 9), (3, 8))]
     assert names(removable(steps, Keep(younger_than=10.0), NOW)) == [1]
+    assert names(removable(steps, Keep(younger_than="10s"), NOW)) == [1]
 
 
 @pytest.mark.parametrize(("mode", "best"), [("min", math.inf), ("max", -math.inf)])
@@ -156,7 +163,11 @@ def test_a_policy_without_rules_keeps_everything() -> None:
         {"best": 2},
         {"metric": "loss"},
         {"younger_than": 0.0},
-        {"younger_than": "1d"},
+        {"younger_than": "soon"},
+        {"one_per": 0},
+        {"one_per": "0h"},
+        {"one_per": "soon"},
+        {"one_per": "-1h"},
         {"best": 1, "metric": 5},
         {"last": 2, "mode": "median"},
     ],
