@@ -136,6 +136,25 @@ def gc(
         return found + _collected(inside, lambda: base_files(store), age, delete, storage_options)
 
 
+def remove_marked(url: str, mark: str) -> None:
+    """Removes left-overs of any age in the folders of `url`, if their names begin with `mark`.
+
+    `mark` is the begin of a shard file's name. A partly written manifest that names such files is
+    removed too. Raises OSError.
+    """
+    with open_store(url) as above:
+        inside = [join_url(url, name) for name in above.folders()]
+    for place in inside:
+        with open_store(place) as store:
+            for one in [*_left_overs(store, place, inside, 0.0)]:
+                is_manifest = one.kind == PART and one.name.startswith(f".{MANIFEST}.")
+                if one.name.removeprefix(".").startswith(mark) or (
+                    is_manifest and mark.encode() in store.read_whole(one.name, one.nbytes)
+                ):
+                    _remove(store, 0.0, one)
+                    store.remove_if_empty()
+
+
 def is_folder(url: str | os.PathLike[str], storage_options: Options = None) -> bool:
     """Whether a folder exists. In a bucket a folder exists if it holds a file or an upload."""
     path = local_path(url)

@@ -62,6 +62,14 @@ class SaveOptions:
     look: Callable[[], Collection[str]] | None = None
     """Lists the folder around the checkpoint, on a rank that commits, before the save begins and
     directly before the commit. Its error forbids the save."""
+    mark: int | None = None
+    """The first 8 hex digits of its files' names, a number below 2**30; by default random."""
+
+    def attempt_id(self) -> int:
+        """Returns a new random number below 2**HASH_BITS for an attempt."""
+        if self.mark is None:
+            return secrets.randbits(HASH_BITS)
+        return self.mark << 32 | secrets.randbits(32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +144,7 @@ def agreed_attempt(
         ranks,
         "describing the state",
         described,
-        secrets.randbits(HASH_BITS),
+        options.attempt_id(),
         arguments,
         hashes.weigh,
         note,

@@ -192,8 +192,6 @@ class Checkpointer:
         if options is not None:
             self._local = self._ranks.local_tier(options, places)
             steps += self._ranks.local_steps(self._local.steps)
-            if self._ranks.global_rank == min(self._local.host):
-                self._local.remove_left_overs()
         if memory is not None:
             how = self._arguments
             self._memory = self._ranks.memory_tier(memory, how.group, how.timeout, self._failures)

@@ -10,17 +10,20 @@ Rules:
 3. A step that is saved to the folder of the run is not saved locally too. No local save begins
    while a save to the folder of the run is in flight: training does not wait for the slow store.
 4. Each host keeps the newest steps, and removes others once all hosts have a newer one.
+5. The names of a run's files begin with its mark. Other programs may save to the folder too, below
+   other names: their files, finished or not, are never removed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ckpt.collecting import gc
+from ckpt.collecting import remove_marked
 from ckpt.errors import CkptError
 from ckpt.newest import BEGAN, ORDER, committed
 from ckpt.run.history import folder_name, step_of
@@ -124,13 +127,20 @@ class LocalTier:
                 steps.append((began, order, step))
         return steps
 
-    def remove_left_overs(self) -> None:
-        """Removes the files of saves that were killed, because they may take memory.
+    @property
+    def mark(self) -> int:
+        """The mark of this run in the names of its files, a number below 2**30."""
+        run = without_secrets(self.run).encode("utf-8", "surrogatepass")
+        return int.from_bytes(hashlib.blake2b(run, digest_size=4).digest(), "big") >> 2
 
-        The folder belongs to this run, so no other program saves to it. A failure costs only space.
+    def remove_left_overs(self) -> None:
+        """Removes the files of this run's saves that were killed, because they may take memory.
+
+        The owner of the folder calls this before its first save. Files of other programs stay. A
+        failure costs only space.
         """
         with suppress(CkptError, OSError):
-            gc(self.options.folder, delete=True, older_than=0.0)
+            remove_marked(one_spelling(self.options.folder), f"{self.mark:08x}")
 
     def _check_own(self, name: str, said: str) -> None:
         """Raises ArgumentError for a step of another run."""

@@ -23,7 +23,7 @@ from ckpt.errors import NotOwnerError
 from ckpt.newest import BEGAN, ORDER
 from ckpt.run.exchange import RunRanks
 from ckpt.run.failures import Failures
-from ckpt.run.history import METRICS, PROVENANCE, STEP, RunCounter
+from ckpt.run.history import METRICS, PROVENANCE, STEP, RunCounter, folder_name
 from ckpt.run.local_tier import HOSTS, LocalTier
 from ckpt.run.owner import Ownership
 from ckpt.run.removal import Tidying
@@ -126,12 +126,18 @@ class RunSaves:
             return None
         if self._local_owner is None:
             self._local_owner = Ownership(tier.options.folder, tier.run, None)
-        owner = self._local_owner
+        owner, name = self._local_owner, f"{folder_name(self._saved[0])}/"
+        has_begun: list[bool] = []
 
         def look() -> Collection[str]:
             if not owner.epoch:
                 owner.claim(self._owner.epoch)
-            return owner.look()
+                tier.remove_left_overs()
+            names = owner.look()
+            if name in names and not has_begun:
+                tier.steps()  # raises for a step of another program
+            has_begun.append(True)
+            return names
 
         return look
 
@@ -159,6 +165,7 @@ class RunSaves:
             how.replicas,
             () if tier is None else tier.host,
             self._look(tier),
+            None if tier is None else tier.mark,
         )
         self._saved = (step, tier)
         try:
@@ -199,7 +206,8 @@ class RunSaves:
             keep, url, options = tier.keep, tier.options.folder, None
         look = self._look(tier)
         if look is not None and not keep.keeps_all:
-            self.tidying.begin(url, keep, options, look)
+            may_remove = look if tier is None else lambda: (look(), tier.steps())
+            self.tidying.begin(url, keep, options, may_remove)
 
     def _place(self) -> str:
         """Returns the folder of the last save."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Collection
@@ -221,15 +223,70 @@ def test_a_process_alone_has_a_near_tier_too(tmp_path: Path) -> None:
         with pytest.raises(ckpt.ExistsError, match="up to step 7"):
             run.save(8, state)
         assert run.restore(state) == 7
-    left = tmp_path / "near" / "step-8" / ".0123456789abcdef-00000.safetensors.1a2b3c4d.part"
-    left.parent.mkdir()
-    left.write_bytes(b"of a save that was killed")
-    checkpointer().close()
-    assert not left.exists()
     shutil.rmtree(tmp_path / "near")
     with checkpointer() as run:
         assert run.restore(state) == 4
     assert state["w"].tolist() == [4.0] * 3
+
+
+def listing(folder: Path) -> dict[str, bytes]:
+    files = [one for one in folder.rglob("*") if one.is_file()]
+    return {str(one.relative_to(folder)): one.read_bytes() for one in files}
+
+
+KILLED = """
+import os, sys, torch, ckpt
+from ckpt.stores.local_store import LocalStore
+def dies(store, part, name, replace):
+    if name == "manifest.json" and "near" in store.url:
+        os._exit(9)
+    named(store, part, name, replace)
+LocalStore._give_name, named = dies, LocalStore._give_name
+run = ckpt.Checkpointer(sys.argv[1], every_steps=9, local=sys.argv[2], local_every_steps=1)
+run.save(1, {"w": torch.zeros(3)})
+run.wait_until_finished()
+"""
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+def test_a_run_removes_the_files_of_its_own_killed_saves_and_none_of_another_program(
+    tmp_path: Path, is_part: bool
+) -> None:
+    near, state = tmp_path / "near", {"w": torch.zeros(3)}
+    for name in ("evaluation", "step-1", "step-5", "step-8"):  # of others, unfinished
+        ckpt.save(near / name, {"of": "others"} | state)
+        (near / name / "manifest.json").rename(near / name / ".manifest.json.01234567.part")
+    for name in (".model.0a1b2c3d.old/model.safetensors", ".x.0a1b2c3d.part/notes.txt"):
+        (near / name).parent.mkdir()
+        (near / name).write_text("the only copy")
+    (near / ".x.pt.0a1b2c3d.part").write_bytes(b"PK\x03\x04")
+    of_others = listing(near)
+    script = [sys.executable, "-c", KILLED, tmp_path / "run", near]
+    assert subprocess.run(script, check=False).returncode == 9
+    [shard] = [name for name in listing(near).keys() - of_others.keys() if "-00000." in name]
+    if is_part:
+        part = near / "step-1" / f".{Path(shard).name}.1a2b3c4d.part"
+        (near / shard).rename(part)
+    left = listing(near).keys() - of_others.keys() - {"owner-1.json"}
+    assert len(left) == 2  # and a part of the manifest
+    for folder in ("evaluation", "step-5"):  # also of the same time as the next start
+        (near / folder / ".0123456789abcdef-00000.safetensors.1a2b3c4d.part").write_bytes(b"x")
+    of_others = {name: data for name, data in listing(near).items() if name not in left}
+    of_others.pop("owner-1.json", None)
+    arguments: Any = {"every_steps": 99, "local": near, "local_every_steps": 1, "local_keep": 1}
+    with ckpt.Checkpointer(tmp_path / "run", **arguments) as run:
+        assert run.restore(state) is None
+        assert left <= listing(near).keys()  # a job that only restores removes nothing
+        assert run.save(2, state)
+        run.wait_until_finished()
+        now = listing(near)
+        assert not left & now.keys()
+        assert of_others.items() <= now.items()
+        # A finished one of another program, also below the name of a step, stays.
+        ckpt.save(near / "step-4", {"of": "others"})
+        with pytest.raises(ckpt.ArgumentError, match="step-4 belongs to no run's local folder"):
+            run.save(4, state, force=False)
+    assert ckpt.read(near / "step-4") == {"of": "others"}
 
 
 def test_a_local_save_waits_for_the_one_before_and_none_begins_beside_a_far_one(
