@@ -1,0 +1,217 @@
+"""Torch is the oracle: each object of the zoo, by each way in and out, has what torch would give.
+
+A cell that differs is a fault, or stands in `KNOWN` with the reason that docs/limits.md gives. A
+known difference that is gone is a failure too: its row is then wrong. `python -m
+tests.oracle.table` counts all cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pytest
+
+from tests import selection
+from tests.conftest import Cluster
+from tests.oracle import ranks, ways
+from tests.oracle.optimizers import (
+    GROUPINGS,
+    LIBRARIES,
+    NEEDS_ONE_GROUP,
+    OPTIMIZERS,
+    SCHEDULERS,
+)
+from tests.oracle.zoo import ENTRIES
+
+KNOWN: dict[tuple[str, str], str] = {
+    ("sparse buffer", "*"): "sparse tensors are refused",
+    ("meta device", "*"): "a tensor on the meta device has nothing to save and is never filled",
+    ("wrapper subclass", "*"): "a save refuses parameters that wrap other tensors",
+    ("lazy, never called", "*"): "a lazy module without values has nothing to save",
+    ("quantised dynamically", "*"): "quantised tensors are refused",
+    ("inference tensors", "*"): "ckpt fills tensors of inference mode, torch refuses",
+    ("two names that meet", "*"): "a name without the parts of wrappers stands for one tensor",
+    ("names of an older release", "*"): "names are compared before any user's code runs",
+    ("buffer of the * bit", "from torch.save"): "a load computes no conjugate or negative",
+    ("buffer of the conjugate bit", "torch's DCP to ckpt.dcp"): "as from torch.save",
+    ("expanded buffer", "ckpt.dcp to torch's DCP"): "torch's DCP fills no expanded tensor",
+    ("state of an older version", "*dcp*"): "DCP stores no versions of modules",
+    ("convolution, channels last", "*torch FSDP*"): "flat parameters of another memory format",
+    ("child named _*_wrapped_module", "*FSDP*"): "FSDP takes such parts off every name",
+}
+"""(object, way), as patterns, to the reason of the difference."""
+SINGLE_GROUPS = ("one group", "frozen parameters", "never trained", "loose tensors")
+
+
+def reason(name: str, way: str) -> str | None:
+    """Why this cell differs, if it is known to."""
+    found = [
+        text
+        for (names, ways_), text in KNOWN.items()
+        if fnmatchcase(name, names) and fnmatchcase(way, ways_)
+    ]
+    return found[0] if found else None
+
+
+def part(names: Sequence[str], key: str, quick: int, full: int = 1) -> list[str]:
+    """One of `quick` parts of the names in `make test`, which one by the key; one of `full` else.
+
+    `make test` thus has every way and nearly every object, `make test-all` every object by every
+    way, and the slow tests the whole product.
+    """
+    of = quick if selection.is_quick else full
+    if selection.is_quick:  # whose import takes seconds
+        names = [name for name in names if not name.startswith(LIBRARIES)]
+    return [name for name in names if crc32(f"{name}|{key}".encode()) % of == 0]
+
+
+def faults(cells: dict[tuple[str, str], list[str]]) -> dict[str, list[str]]:
+    """The cells that differ and should not."""
+    return {
+        f"{name} | {way}": found[:5]
+        for (name, way), found in cells.items()
+        if found and reason(name, way) is None
+    }
+
+
+def own_folder(folder: Path, number: int) -> Path:
+    """A new folder for one cell."""
+    made = folder / str(number)
+    made.mkdir()
+    return made
+
+
+@pytest.mark.parametrize("way", ways.WAYS)
+def test_every_module_comes_back_as_torch_loads_it(way: str, tmp_path: Path) -> None:
+    names = part(list(ENTRIES), way, quick=6)
+    assert not faults(
+        {
+            (name, way): ways.module_cell(ENTRIES[name], way, own_folder(tmp_path, number))
+            for number, name in enumerate(names)
+        }
+    )
+
+
+@pytest.mark.parametrize("way", ["read", "convert"])
+def test_every_module_has_the_names_and_tensors_of_its_state_dict(way: str, tmp_path: Path) -> None:
+    names = part(list(ENTRIES), way, quick=4)
+    assert not faults(
+        {
+            (name, way): ways.names_cell(ENTRIES[name], way, own_folder(tmp_path, number))
+            for number, name in enumerate(names)
+        }
+    )
+
+
+@pytest.mark.parametrize("grouping", GROUPINGS)
+def test_every_optimizer_goes_on_as_after_torchs_own_load(grouping: str, tmp_path: Path) -> None:
+    several = {} if grouping not in SINGLE_GROUPS else NEEDS_ONE_GROUP
+    cells = {}
+    for number, name in enumerate({**OPTIMIZERS, **several}):
+        turn = crc32(f"{name} {grouping}".encode())
+        way = list(ways.OPTIMIZER_WAYS)[turn % len(ways.OPTIMIZER_WAYS)]
+        if selection.is_quick and (turn // 8 % 4 or name.startswith(LIBRARIES)):
+            continue
+        folder = own_folder(tmp_path, number)
+        found = ways.optimizer_cell(name, grouping, way, bool(turn // 4 % 2), folder)
+        cells[f"{name}, {grouping}", way] = found
+    assert not faults(cells)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_used", [False, True])
+@pytest.mark.parametrize("way", ways.OPTIMIZER_WAYS)
+@pytest.mark.parametrize("grouping", GROUPINGS)
+def test_every_optimizer_goes_on_by_every_way_into_fresh_and_used_targets(
+    grouping: str, way: str, is_used: bool, tmp_path: Path
+) -> None:
+    several = {} if grouping not in SINGLE_GROUPS else NEEDS_ONE_GROUP
+    assert not faults(
+        {
+            (f"{name}, {grouping}", way): ways.optimizer_cell(
+                name, grouping, way, is_used, own_folder(tmp_path, number)
+            )
+            for number, name in enumerate({**OPTIMIZERS, **several})
+        }
+    )
+
+
+def test_every_scheduler_goes_on_as_after_torchs_own_load(tmp_path: Path) -> None:
+    assert not faults(
+        {
+            (name, "load"): ways.scheduler_cell(name, own_folder(tmp_path, number))
+            for number, name in enumerate(SCHEDULERS)
+        }
+    )
+
+
+JOBS = [
+    ((2, "replicas"), (3, "replicas")),
+    ((1, "replicas"), (2, "fully_shard")),
+    ((2, "torch fully_shard"), (3, "fully_shard")),
+    ((3, "fully_shard"), (2, "torch FSDP")),
+    ((2, "torch FSDP"), (1, "replicas")),
+    ((2, "FSDP"), (3, "FSDP, flat")),
+    ((3, "FSDP, flat"), (2, "DDP")),
+    ((2, "DDP"), (2, "torch fully_shard")),
+]
+"""(world size, form) of the job that saves and of the job that loads."""
+TRAINED = ("replicas", "DDP", "torch fully_shard", "fully_shard")
+
+
+def every_job(forms: Sequence[str]) -> list[Any]:
+    """All pairs of forms and of world sizes from 1 to 3, as slow cases."""
+    return [
+        selection.slow(((n, saved), (m, loaded)))
+        for saved in forms
+        for loaded in forms
+        for n in (1, 2, 3)
+        for m in (1, 2, 3)
+        if ((n, saved), (m, loaded)) not in JOBS
+    ]
+
+
+def cells_of(
+    answers: list[dict[str, list[str]]], saved: tuple[int, str], loaded: tuple[int, str]
+) -> dict[tuple[str, str], list[str]]:
+    """The differences of all ranks by cell."""
+    way = "{1} on {0} to {3} on {2}".format(*saved, *loaded)
+    return {(name, way): [line for a in answers for line in a[name]] for name in answers[0]}
+
+
+@pytest.mark.parametrize("jobs", [*JOBS, *every_job(list(ranks.FORMS))])
+def test_every_module_comes_back_in_every_form_on_other_ranks(
+    jobs: tuple[tuple[int, str], tuple[int, str]],
+    clusters: Callable[[int], Cluster],
+    tmp_path: Path,
+) -> None:
+    saved, loaded = jobs
+    names = part(list(ENTRIES), str(jobs), quick=15, full=1 if jobs not in JOBS else 3)
+    place = str(tmp_path)
+    clusters(saved[0]).run(ranks.save_objects, place, names, saved[1])
+    answers = clusters(loaded[0]).run(ranks.load_objects, place, names, loaded[1])
+    assert not faults(cells_of(answers, saved, loaded))
+
+
+@pytest.mark.parametrize(
+    "jobs",
+    [
+        *([job for job in JOBS if {job[0][1], job[1][1]} <= set(TRAINED)]),
+        *every_job(TRAINED),
+    ],
+)
+def test_every_optimizer_comes_back_in_every_form_on_other_ranks(
+    jobs: tuple[tuple[int, str], tuple[int, str]],
+    clusters: Callable[[int], Cluster],
+    tmp_path: Path,
+) -> None:
+    saved, loaded = jobs
+    names = part(list(OPTIMIZERS), str(jobs), quick=8, full=1 if jobs not in JOBS else 2)
+    place = str(tmp_path)
+    clusters(saved[0]).run(ranks.save_trainings, place, names, saved[1])
+    answers = clusters(loaded[0]).run(ranks.load_trainings, place, names, loaded[1])
+    assert not faults(cells_of(answers, saved, loaded))
