@@ -10,7 +10,8 @@ Rules:
 3. A file that a live save may still commit is listed and stays. A save commits within
    `GRACE_SECONDS` of its start or never (`ckpt.transfer.commit`), and clocks may differ by
    `CLOCKS_SECONDS`. The files of a checkpoint that is being copied stay too.
-4. Listing changes nothing. Each left-over is checked again just before its removal.
+4. Links in the place are not followed: the files behind them belong to another place.
+5. Listing changes nothing. Each left-over is checked again just before its removal.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+from ckpt.deleting import check_no_link
 from ckpt.model_files import ADAPTER, CONFIG
 from ckpt.stores.read_only import check_writable
 from ckpt.stores.store import (
     Options,
     Store,
     join_url,
+    link_at,
     local_path,
     one_spelling,
     open_store,
@@ -111,6 +114,7 @@ def gc(
         storage_options: options of the fsspec driver.
 
     Raises:
+        ArgumentError: `url` is a link on a disk, and `delete` is given.
         StoreError: the disk or object store failed; or the place is only read, as a live state is.
         OSError: this process may not read a folder, or remove a file.
 
@@ -127,11 +131,14 @@ def gc(
     def look_up() -> BaseFiles:
         return base_files_beside(place, storage_options)[0]
 
+    if delete:
+        check_no_link(url)
     with open_store(place, storage_options) as store:
         check_writable(store)
         # A bucket does not list a folder that holds only an incomplete upload.
         begun = {one.name.split("/")[0] for one in store.unfinished() if "/" in one.name}
         inside = [join_url(place, name) for name in sorted({*store.folders(), *begun})]
+        inside = [one for one in inside if link_at(one) is None]
         found = _collected([place], look_up, age, delete, storage_options)
         return found + _collected(inside, lambda: base_files(store), age, delete, storage_options)
 
@@ -144,6 +151,7 @@ def remove_marked(url: str, mark: str) -> None:
     """
     with open_store(url) as above:
         inside = [join_url(url, name) for name in above.folders()]
+    inside = [place for place in inside if link_at(place) is None]
     for place in inside:
         with open_store(place) as store:
             for one in [*_left_overs(store, place, inside, 0.0)]:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from contextlib import suppress
 
 from ckpt.errors import ArgumentError, InUseError, NotACheckpointError
 from ckpt.nearby import advice_at
+from ckpt.stores.local_store import LocalStore
 from ckpt.stores.read_only import check_writable
 from ckpt.stores.store import (
     Options,
     Store,
+    absolute,
     is_file,
     join_url,
-    local_path,
+    link_at,
     one_spelling,
     open_store,
     split_url,
 )
-from ckpt.transfer.bases import borrowing, check_unused, dependents
+from ckpt.transfer.bases import borrowers, borrowing, check_unused, dependents
 from ckpt.transfer.commit import withdraw
 from formats.folders import is_shard, sign_of_another_format
 from formats.native.manifest import MANIFEST, read_manifest
@@ -67,9 +70,12 @@ def was_deleted(
     With `gone` this is a dry run, which only checks all that a delete checks: as if the checkpoints
     at the places in this set were deleted. Adds the place.
     """
-    _check_no_link(url)
+    check_no_link(url)
     with open_store(url, options) as store:
         check_writable(store)
+        if isinstance(store, LocalStore):
+            with suppress(FileNotFoundError, NotADirectoryError):  # told of below
+                store.hold()
         place = one_spelling(url)
         if gone is not None and place in gone:
             if missing_ok:
@@ -118,13 +124,29 @@ def _is_missing(url: str | os.PathLike[str], store: Store, options: Options) -> 
     return not is_file(url, options) and sign_of_another_format(store.entries()) is None
 
 
-def _check_no_link(url: str | os.PathLike[str]) -> None:
-    """Raises ArgumentError if a path is a link: a delete does not follow links."""
-    path = local_path(url) or ""
-    while path.endswith(("/", "/.")):  # these endings would name the folder behind the link
-        path = path[:-1]
-    if os.path.islink(path):
+def remove_link(link: str, gone: set[str] | None = None) -> None:
+    """Removes a link to a checkpoint; the checkpoint stays. With `gone`, as for `was_deleted`.
+
+    Raises InUseError if a checkpoint beside the link borrows from it by this name.
+    """
+    parent, name = split_url(absolute(link))
+    users = [
+        one for one in borrowers(parent, name, None) if join_url(parent, one) not in {*(gone or ())}
+    ]
+    if users:
+        raise InUseError(f"{link}: {borrowing(users)} and cannot be read without it")
+    if gone is not None:
+        gone.add(join_url(parent, name))
+    else:
+        with suppress(FileNotFoundError):
+            os.unlink(link)
+
+
+def check_no_link(url: str | os.PathLike[str]) -> None:
+    """Raises ArgumentError if a place is a link on a disk: a delete does not follow links."""
+    link = link_at(url)
+    if link is not None:
         raise ArgumentError(
-            f"{path}: a link to {os.path.realpath(path)}, which was not deleted; to delete that "
+            f"{link}: a link to {os.path.realpath(link)}, which was not deleted; to delete that "
             "folder, give its own path; to remove the link, use rm"
         )

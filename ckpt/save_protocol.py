@@ -33,10 +33,11 @@ from ckpt.state.merged_state import (
     spec_of,
 )
 from ckpt.state.state_spec import StateSpec, check_members
+from ckpt.stores.local_store import LocalStore
 from ckpt.stores.read_only import check_writable
 from ckpt.stores.store import Store, split_url
 from ckpt.transfer.bases import bases_used, check_unused, folder_beside
-from ckpt.transfer.commit import check_no_other, commit, now
+from ckpt.transfer.commit import check_no_link, check_no_other, commit, now
 from ckpt.transfer.replica_hashes import WAYS, ReplicaHashes, Replicas, named
 from ckpt.transfer.write_job import Compress, WriteJob
 from ckpt.version import __version__
@@ -61,7 +62,7 @@ class SaveOptions:
     """The ranks of this rank's host if each host has a folder of its own; else empty."""
     look: Callable[[], Collection[str]] | None = None
     """Lists the folder around the checkpoint, on a rank that commits, before the save begins and
-    directly before the commit. Its error forbids the save."""
+    directly before the commit. Its error forbids the save. A link at the place becomes a folder."""
     mark: int | None = None
     """The first 8 hex digits of its files' names, a number below 2**30; by default random."""
 
@@ -188,6 +189,7 @@ def check_place(store: Store, overwrite: bool, beside: Collection[str] | None = 
             raise ExistsError(f"{store.url} holds a checkpoint; pass overwrite=True to replace it")
         check_no_other(store.url, names)
     elif (beside is None or _is_among(store, beside)) and store.exists(MANIFEST):
+        check_no_link(store.url)
         check_unused(store.url, store.options)
 
 
@@ -197,7 +199,11 @@ def _is_among(store: Store, beside: Collection[str]) -> bool:
 
 def check_options(ranks: Ranks, store: Store, options: SaveOptions) -> None:
     """Raises if this rank's options are wrong, or if the place is taken. All ranks call this."""
-    beside = None if options.look is None else options.look()
+    beside = None
+    if options.look is not None:
+        beside = options.look()
+        if isinstance(store, LocalStore):
+            store.replace_link()
     if ranks.rank == 0:
         check_place(store, options.overwrite, beside)
     if options.compress not in (False, True, "delta"):

@@ -33,7 +33,7 @@ from ckpt.stores.store import (
     split_url,
 )
 from ckpt.transfer.bases import base_files_beside, check_unused
-from ckpt.transfer.commit import check_no_other
+from ckpt.transfer.commit import check_no_link, check_no_other
 from formats.errors import FormatError
 from formats.folders import DCP_METADATA, is_shard
 from formats.limits import current
@@ -100,6 +100,7 @@ def check_native(source: Source, target: str, options: Options, overwrite: bool)
             return
         if not overwrite:
             raise ExistsError(f"{target} holds a checkpoint; pass overwrite=True to replace it")
+        check_no_link(target)
         check_unused(target, options)
         data = store.read_whole(MANIFEST, current().manifest_bytes)
     there = one_spelling(target)

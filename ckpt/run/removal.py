@@ -3,7 +3,8 @@
 Rules:
 
 1. Newer checkpoints are removed first: a checkpoint before its base.
-2. A checkpoint from which another borrows stays, until the other is removed.
+2. A checkpoint from which another borrows stays, until the other is removed. Of a link to a
+   checkpoint of another run only the link is removed.
 3. After a failure at one checkpoint, the others are still removed. The first error is raised at the
    end.
 """
@@ -16,11 +17,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from warnings import warn
 
-from ckpt.deleting import was_deleted
+from ckpt.deleting import remove_link, was_deleted
 from ckpt.errors import CkptError, InUseError, NotOwnerError, SaveFailedWarning
 from ckpt.run.history import run_steps
 from ckpt.run.retention import Keep, RunStep, removable
-from ckpt.stores.store import Options, join_url
+from ckpt.stores.store import Options, join_url, link_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,11 @@ def removals(
         if look is not None:
             look()
         try:
-            was_deleted(place, True, options, gone)
+            link = link_at(place)
+            if link is None:
+                was_deleted(place, True, options, gone)
+            else:
+                remove_link(link, gone)
         except InUseError as error:
             needed_by = str(error).removeprefix(f"{place}: ")
         except (CkptError, OSError) as error:

@@ -19,6 +19,7 @@ import errno
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,6 +29,8 @@ from ckpt.stores.capabilities import StoreCapabilities, Unfinished
 from ckpt.stores.local_writer import IO_VECTORS, LocalFileWriter
 from ckpt.stores.open_files import OpenFiles
 from formats.errors import CorruptError, SizeError, TooLargeError
+from formats.folders import is_shard
+from formats.native.manifest import MANIFEST
 from formats.storage import LOCAL_READ_BYTES
 
 PART_SUFFIX = ".part"
@@ -53,6 +56,7 @@ class LocalStore:
         self._folder = Path(folder).absolute()
         """The absolute path, which a later change of the working directory does not affect."""
         self._files = OpenFiles(self._folder, self.url)
+        self._held: int | None = None
 
     def __str__(self) -> str:
         return self.url
@@ -228,10 +232,45 @@ class LocalStore:
                 part.unlink()
         self.flush()
 
+    def hold(self) -> None:
+        """Binds `delete` to the folder that is here now, whatever takes its place.
+
+        Raises NotADirectoryError if that is a link or a file, FileNotFoundError without any.
+        """
+        flags = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)
+        self._held = os.open(self._folder, flags)
+
+    def replace_link(self) -> None:
+        """Replaces a link at the place of the folder by a real folder with the same checkpoint.
+
+        Files are never changed in place, so hard links to the files behind the link are a copy.
+        Where they cannot be made, for example on another disk, only the link is removed.
+        """
+        if not self._folder.is_symlink():
+            return
+        name = f".{self._folder.name}.{secrets.token_hex(4)}{PART_SUFFIX}"
+        real = self._folder.with_name(name)
+        real.mkdir()
+        try:
+            for file in self.names():
+                if file == MANIFEST or is_shard(file):
+                    os.link(os.path.realpath(self._folder / file), real / file)
+            _flush(real)
+        except OSError:
+            shutil.rmtree(real)
+        self._files.close()
+        self._folder.unlink()
+        if real.exists():
+            real.rename(self._folder)
+        _flush(self._folder.parent)
+
     def delete(self, name: str) -> None:
         """Removes a file, if it exists."""
         with suppress(FileNotFoundError):
-            (self._folder / name).unlink()
+            if self._held is None:
+                (self._folder / name).unlink()
+            else:
+                os.unlink(name, dir_fd=self._held)
         self._files.forget(name)
 
     def remove_if_empty(self) -> None:
@@ -247,6 +286,9 @@ class LocalStore:
     def close(self) -> None:
         """Closes the files that are open for reading."""
         self._files.close()
+        held, self._held = self._held, None
+        if held is not None:
+            os.close(held)
 
     def __enter__(self) -> LocalStore:
         return self

@@ -273,6 +273,17 @@ def one_spelling(url: str | os.PathLike[str]) -> str:
     return os.fspath(url).rstrip("/") if path is None else os.path.realpath(path)
 
 
+def link_at(url: str | os.PathLike[str]) -> str | None:
+    """Returns the path of the link that lies at a place on a disk; None if no link does.
+
+    Links above the place do not count.
+    """
+    path = local_path(url) or ""
+    while path.endswith(("/", "/.")):  # these endings would name the folder behind the link
+        path = path[:-1]
+    return path if os.path.islink(path) else None
+
+
 def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
     """Returns the folder and the last part of a path or URL.
 

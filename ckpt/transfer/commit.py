@@ -13,12 +13,13 @@ Rules:
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from ckpt.errors import ExistsError, InUseError, StoreError
-from ckpt.stores.store import Store
+from ckpt.stores.store import Store, link_at
 from ckpt.transfer.bases import base_files_beside, check_unused, is_as_it_was
 from formats.errors import FormatError
 from formats.folders import sign_of_another_format
@@ -102,6 +103,16 @@ def check_no_other(url: str, names: Iterable[str]) -> None:
             f"{url} is a checkpoint of another format ({name}), and a checkpoint of ckpt's own "
             "format in the same folder would hide it; choose another place, or pass "
             "overwrite=True to hide it"
+        )
+
+
+def check_no_link(url: str) -> None:
+    """Raises ExistsError if the place of a checkpoint is a link: nothing is replaced through it."""
+    link = link_at(url)
+    if link is not None:
+        raise ExistsError(
+            f"{link} is a link to {os.path.realpath(link)}, whose checkpoint was not replaced; to "
+            "replace that one, give its own path; to save here, remove the link"
         )
 
 

@@ -242,3 +242,25 @@ def test_to_list_many_left_overs_takes_no_request_for_each(moto: Server) -> None
         assert len(proxy.seen) < 10
         found = ckpt.gc(url, delete=True, older_than=0, storage_options=options)
         assert all(one.was_removed for one in found)
+
+
+def test_a_link_in_a_folder_is_not_followed_and_one_that_is_named_is_only_listed(
+    tmp_path: Path,
+) -> None:
+    other = tmp_path / "other"
+    ckpt.save(other / "step-1", state(1))
+    os.remove(other / "step-1" / "manifest.json")
+    (other / ".model.01234567.part").mkdir()
+    (other / ".model.01234567.part" / "model.safetensors").write_bytes(b"")
+    (tmp_path / "mine").mkdir()
+    for name in ("step-1", ".model.01234567.part"):
+        (tmp_path / "mine" / name).symlink_to(other / name)
+    before = sorted(tmp_path.rglob("*"))
+    assert ckpt.gc(tmp_path / "mine", delete=True, older_than=0) == []
+    link = tmp_path / "mine" / "step-1"
+    assert [one.kind for one in ckpt.gc(link, older_than=0)] == [SHARD]
+    for url in (link, f"{link}/", f"file://{link}/."):
+        with pytest.raises(ckpt.ArgumentError, match=f"{link}: a link to {other}/step-1, which"):
+            ckpt.gc(url, delete=True, older_than=0)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert len(ckpt.gc(other, delete=True, older_than=0)) == 2

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt
+from ckpt.stores.local_store import LocalStore
 
 CALLS = ("open", "writev", "pwrite", "fsync", "close", "link", "replace", "unlink")
 LOCAL = ("ckpt.stores.local_store", "ckpt.stores.local_writer", "ckpt.stores.open_files")
@@ -193,6 +194,61 @@ def test_a_save_onto_a_file_is_an_error_with_and_without_overwrite(tmp_path: Pat
             with pytest.raises(ckpt.StoreError, match=f"{tmp_path}/{name} is no folder"):
                 ckpt.save(tmp_path / place, {"w": torch.ones(2)}, overwrite=overwrite)
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_no_checkpoint_is_replaced_through_a_link(tmp_path: Path, blocking: bool) -> None:
+    ckpt.save(tmp_path / "other", old())
+    ckpt.save(tmp_path / "source", new())
+    link = tmp_path / "link"
+    link.symlink_to("other")
+    before = {one: one.read_bytes() for one in (tmp_path / "other").iterdir()}
+    for url in (link, f"{link}/", f"file://{link}"):
+        with pytest.raises(ckpt.ExistsError, match=f"{link} is a link to {tmp_path}/other, whose"):
+            ckpt.save(url, new(), overwrite=True, blocking=blocking)
+        with pytest.raises(ckpt.ExistsError, match=f"{link} is a link to {tmp_path}/other, whose"):
+            ckpt.convert(tmp_path / "source", url, to="ckpt", overwrite=True)
+    assert {one: one.read_bytes() for one in (tmp_path / "other").iterdir()} == before
+    # A link above the checkpoint, and one to a folder without any, are places like others.
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "above").symlink_to("disk")
+    ckpt.save(tmp_path / "above" / "one", old())
+    ckpt.save(tmp_path / "above" / "one", new(), overwrite=True)
+    ckpt.save(tmp_path / "above", new())
+    assert found(str(tmp_path / "disk")) == found(str(tmp_path / "disk" / "one")) == "new"
+
+
+def test_files_that_are_links_are_themselves_replaced_and_deleted(tmp_path: Path) -> None:
+    ckpt.save(tmp_path / "one", old())
+    kept = {}
+    for file in [*(tmp_path / "one").iterdir()]:
+        elsewhere = file.rename(tmp_path / file.name)
+        kept[elsewhere] = elsewhere.read_bytes()
+        file.symlink_to(elsewhere)
+    ckpt.save(tmp_path / "one", new(), overwrite=True)
+    assert found(str(tmp_path / "one")) == "new"
+    assert not any(one.is_symlink() for one in (tmp_path / "one").iterdir())
+    assert {one: one.read_bytes() for one in kept} == kept
+
+
+def test_a_delete_removes_nothing_behind_a_link_that_comes_into_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "other"):
+        ckpt.save(tmp_path / name, old())
+    before = {one: one.read_bytes() for one in (tmp_path / "other").iterdir()}
+    delete = LocalStore.delete
+
+    def swapped(store: LocalStore, name: str) -> None:
+        if name == "manifest.json":
+            (tmp_path / "one").rename(tmp_path / "moved")
+            (tmp_path / "one").symlink_to("other")
+        delete(store, name)
+
+    monkeypatch.setattr(LocalStore, "delete", swapped)
+    ckpt.delete(tmp_path / "one")
+    assert {one: one.read_bytes() for one in (tmp_path / "other").iterdir()} == before
+    assert not [*(tmp_path / "moved").iterdir()]
 
 
 def test_overwriting_a_damaged_checkpoint_deletes_nothing_it_names(tmp_path: Path) -> None:

@@ -146,7 +146,8 @@ def test_what_is_borrowed_is_no_left_over_by_whatever_name_it_is_looked_for(tmp_
     os.remove(tmp_path / "step-1/manifest.json")
     (tmp_path / "link").symlink_to(tmp_path / "step-1")
     for url in (f"file://{tmp_path}/link", f"file://{tmp_path}/step-1/.", tmp_path / "link"):
-        assert ckpt.gc(url, delete=True, older_than=0) == []
+        assert ckpt.gc(url, older_than=0) == []
+    assert ckpt.gc(f"file://{tmp_path}/step-1/.", delete=True, older_than=0) == []
     assert os.listdir(tmp_path / "step-1") != []
 
 

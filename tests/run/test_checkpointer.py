@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 import ckpt
 from ckpt.run.history import metrics_text, step_of
 from ckpt.run.provenance import git_revision
+from ckpt.stores import local_store
 from tests.conftest import RankDied
 
 
@@ -321,6 +323,59 @@ def test_a_base_stays_while_another_checkpoint_refers_to_it(tmp_path: Path) -> N
         run.save(4, state_of(4))
         run.wait_until_finished()
         assert run.all_steps() == [4, 3]
+
+
+def everything_in(folder: Path) -> dict[Path, bytes]:
+    return {one: one.read_bytes() for one in folder.rglob("*") if one.is_file()}
+
+
+@pytest.mark.parametrize("can_link", [True, False])
+def test_a_branch_of_links_reads_old_steps_makes_new_ones_real_and_changes_no_other_run(
+    tmp_path: Path, can_link: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ckpt.Checkpointer(tmp_path / "a", every_steps=10) as run:
+        train(run, state_of(0), range(1, 51))
+    (tmp_path / "b").mkdir()
+    for step in (10, 20, 30, 40, 60):  # the last one leads nowhere
+        (tmp_path / "b" / f"step-{step}").symlink_to(f"../a/step-{step}")
+    before = everything_in(tmp_path / "a")
+    if not can_link:
+
+        def no_link(*_: object, **__: object) -> None:
+            raise OSError(errno.EXDEV, "another disk")
+
+        monkeypatch.setattr(os, "link", no_link)
+        monkeypatch.setattr(local_store, "NO_HARD_LINKS", (errno.EXDEV,))
+    state = state_of(0)
+    with ckpt.Checkpointer(tmp_path / "b", every_steps=10, keep=ckpt.Keep(last=3)) as run:
+        assert run.restore(state, step=20) == 20
+        assert state["seen"] == 20
+        for step in range(21, 71):
+            state["seen"] = -step
+            run.save(step, state)
+            run.wait_until_finished()
+            assert everything_in(tmp_path / "a") == before
+        assert run.all_steps() == [70, 60, 50]
+    there = sorted((tmp_path / "b").glob("step-*"))
+    assert not any(one.is_symlink() for one in there)
+    assert [one.name for one in there] == ["step-50", "step-60", "step-70"]
+    assert [ckpt.read(one)["seen"] for one in there] == [-50, -60, -70]  # type: ignore[index]
+
+
+def test_a_link_to_a_step_stays_readable_if_the_save_in_its_place_fails(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path / "a", every_steps=10) as run:
+        train(run, state_of(0), range(1, 21))
+    (tmp_path / "b").mkdir()
+    for step in (10, 20):
+        (tmp_path / "b" / f"step-{step}").symlink_to(f"../a/step-{step}")
+    before = everything_in(tmp_path / "a")
+    with ckpt.Checkpointer(tmp_path / "b", every_steps=10) as run:
+        run.restore(state_of(0), step=10)
+        with pytest.raises(ckpt.StateError):
+            run.save(20, {"w": object()})
+    assert ckpt.verify(tmp_path / "b" / "step-20").sound
+    assert ckpt.read(tmp_path / "b" / "step-20")["seen"] == 20  # type: ignore[index]
+    assert everything_in(tmp_path / "a") == before
 
 
 def test_folders_that_are_no_steps_are_left_alone(tmp_path: Path) -> None:
