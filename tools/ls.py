@@ -11,7 +11,7 @@ import re
 import time
 from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt.display import natural, printable, size
@@ -67,6 +67,8 @@ class Row:
     metrics: Mapping[str, float] = field(default_factory=dict)
     program: Mapping[str, object] = field(default_factory=dict)
     """The program of the run: its command line, git revision, versions and hosts."""
+    pins: Sequence[str] = ()
+    """The names under which the step of a run is pinned."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -139,7 +141,7 @@ def _run_lines(rows: Sequence[Row]) -> list[str]:
             "-" if row.age_seconds is None else age(row.age_seconds),
             size(row.bytes),
             printable(row.world_size or "-"),
-            printable(row.state),
+            printable(f"{row.state}, pinned: {', '.join(row.pins)}" if row.pins else row.state),
             ", ".join(f"{printable(name)}={value:.6g}" for name, value in row.metrics.items()),
         )
         for row in rows
@@ -188,6 +190,7 @@ def _is_run(url: str, told: Mapping[str, object] | None) -> bool:
 
 def _checkpoints(url: str, told: Mapping[str, object] | None) -> Iterator[Row]:
     """Yields the checkpoints directly in a folder, by name, with numbers in names by value."""
+    from ckpt.run.history import pins_in
     from ckpt.stores.store import is_file, join_url, open_store
 
     if is_file(url, told):
@@ -199,10 +202,11 @@ def _checkpoints(url: str, told: Mapping[str, object] | None) -> Iterator[Row]:
             if name.endswith(FILE_SUFFIXES) and not _SHARD.fullmatch(name)
         ]
         names = sorted([*files, *store.folders()], key=natural)
+        pins = pins_in(store.names())
     for name in names:
         row = _row(join_url(url, name), name, told)
         if row is not None:
-            yield row
+            yield row if row.step not in pins else replace(row, pins=pins[row.step])
 
 
 def _row(url: str, name: str, told: Mapping[str, object] | None) -> Row | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
@@ -27,10 +27,11 @@ from ckpt.errors import (
     ExistsError,
     MisuseError,
     SaveFailedWarning,
+    StoreError,
 )
 from ckpt.fallback import load_or_older
 from ckpt.load_agreement import LoadOptions
-from ckpt.loading import Patterns, fit, load_once
+from ckpt.loading import Fit, Patterns, fit, load_once
 from ckpt.mapping.changes import MappingName
 from ckpt.run.exchange import RunRanks
 from ckpt.run.failures import Failures, OnFailure
@@ -352,15 +353,8 @@ class Checkpointer:
         """
         self._saves.settle()
         how = self._arguments
-        options = self._ranks.checked(
-            lambda: LoadOptions(
-                **fit(strict, mapping, parameters, rename, include, exclude, dtype, casting),
-                group=None if isinstance(how.group, str) else how.group,
-                storage=how.storage_options,
-                by_host=True,
-                call="Checkpointer.restore",
-            )
-        )
+        fields = partial(fit, strict, mapping, parameters, rename, include, exclude, dtype, casting)
+        options = self._load_options("restore", fields, how.storage_options, by_host=True)
         found = dict(self._ranks.restorable(step, self._local, self._memory))
         if not found:
             self._is_restored = True
@@ -382,6 +376,14 @@ class Checkpointer:
         self._exchange_at = 0
         self._ranks.log(f"restored step {restored} from {without_secrets(taken)}")
         return restored
+
+    def _load_options(
+        self, call: str, fields: Callable[[], Fit], storage: Options, *, by_host: bool
+    ) -> LoadOptions:
+        """Returns the options of a load; a wrong argument of one rank is an error on all."""
+        group = None if isinstance(self._arguments.group, str) else self._arguments.group
+        more = partial(LoadOptions, group=group, storage=storage, by_host=by_host)
+        return self._ranks.checked(lambda: more(**fields(), call=f"Checkpointer.{call}"))
 
     def start_from(
         self,
@@ -422,14 +424,8 @@ class Checkpointer:
         """
         self._refuse()
         how, place = self._arguments, os.fspath(url)
-        options = self._ranks.checked(
-            lambda: LoadOptions(
-                **fit(strict, mapping, parameters, rename, include, exclude, dtype, casting),
-                group=None if isinstance(how.group, str) else how.group,
-                storage=storage_options,
-                call="Checkpointer.start_from",
-            )
-        )
+        fields = partial(fit, strict, mapping, parameters, rename, include, exclude, dtype, casting)
+        options = self._load_options("start_from", fields, storage_options, by_host=False)
         last = self._newest_before if self._saves.last_step is None else self._saves.last_step
         if last is not None:
             raise ExistsError(
@@ -463,6 +459,51 @@ class Checkpointer:
             )
         found = best_first(self._ranks.steps(), metric, self._keep.mode)
         return found[0].step if found else None
+
+    def delete(self, step: int) -> None:
+        """Deletes the checkpoint of a step, also its local copies. All ranks call this.
+
+        Waits for the save in flight before.
+
+        Raises:
+            NotACheckpointError: the run has no checkpoint of this step.
+            InUseError: it is pinned, or another checkpoint borrows from it.
+            MisuseError: it is in memory, which keeps its last steps, or this is `read_only`.
+            NotOwnerError: another job owns the run.
+            ExistsError: the run is an earlier one, and `restore` was not called.
+        """
+        step = self._checked(step)
+        self.wait_until_finished()
+        memory = [] if self._memory is None else self._ranks.memory_steps(self._memory)
+        if any(one.step == step for one, _ in memory):
+            raise MisuseError(f"step {step} is in memory (memory=), which keeps the last two steps")
+        self._check_place(step)
+        if not self._saves.own((self._saves.last_step or 0) + 1, None, self._counter):
+            raise StoreError(f"{self.url}: step {step} was not deleted: the store fails")
+        self._ranks.delete(step, self._local, self._saves.look(None))
+
+    def pin(self, step: int, name: str) -> None:
+        """Pins the checkpoint of a step under a name, so that no rule of `keep` removes it.
+
+        A step may have several pins. They outlive the run, and `ckpt ls` shows them. `name` has up
+        to 64 letters, digits and `._-`. All ranks call this, once the step is saved: it waits for
+        the save in flight.
+
+        Raises:
+            NotACheckpointError: the folder of the run has no checkpoint of this step.
+            ArgumentError: the name has other characters.
+            MisuseError: this Checkpointer is read_only.
+        """
+        step = self._checked(step)
+        self.wait_until_finished()
+        self._ranks.pin(step, name, True)
+
+    def unpin(self, step: int, name: str) -> None:
+        """Removes a pin; the rules of `keep` count for the step again. All ranks call this.
+
+        Raises NotACheckpointError if the step has no pin of this name.
+        """
+        self._ranks.pin(self._checked(step), name, False)
 
     def reached_preemption(self) -> bool:
         """Returns whether a signal has come and all ranks have saved: time to end the loop."""

@@ -12,10 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckpt.errors import CkptError
+from ckpt.deleting import was_deleted
+from ckpt.errors import CkptError, InUseError, NotACheckpointError
 from ckpt.newest import newest_first, order_of, seconds_of
 from ckpt.run.failures import Failures
-from ckpt.run.history import check_no_foreign_steps, folder_name, run_steps
+from ckpt.run.history import check_no_foreign_steps, folder_name, pin_file, run_steps
 from ckpt.run.local_tier import LocalOptions, LocalTier
 from ckpt.run.memory_tier import Memory, MemoryTier, opened
 from ckpt.run.owner import Ownership
@@ -200,6 +201,66 @@ class RunRanks:
 
         rows = self._joined("listing the checkpoints of the run", lambda: None, listed)
         return [_of_row(row) for row in rows]
+
+    def run_on_first(self, stage: str, action: Callable[[], object]) -> None:
+        """Runs an action on rank 0; its error is raised on all ranks. All ranks call this."""
+        with self._ranks.call(CALL):
+            self._ranks.run_on_all(stage, action if self.is_first else lambda: None)
+
+    def delete(self, step: int, tier: LocalTier | None, look: Callable[[], object] | None) -> None:
+        """Deletes a step from the folder of the run, then from those of the hosts.
+
+        All ranks call this. Rank 0 calls `look` before, which raises if another job owns the run.
+
+        Raises:
+            NotACheckpointError: no folder has the step.
+            InUseError: another checkpoint borrows from it, or it is pinned.
+        """
+        near = [] if tier is None else self.local_steps(tier.steps)
+        is_near = any(one.step == step for one in near)
+
+        def delete() -> None:
+            if look is not None:
+                look()
+            found = run_steps(self.url, storage_options=self._options)
+            pins = [name for one in found if one.step == step for name in one.pins]
+            if pins:
+                raise InUseError(
+                    f"{self.place(step)}: it is pinned as {pins[0]!r}; call unpin({step}, "
+                    f"{pins[0]!r}) before, or keep it"
+                )
+            was_deleted(self.place(step), is_near, self._options)
+
+        def delete_near() -> None:
+            if tier is not None and self.global_rank == min(tier.host):
+                was_deleted(tier.place(step), True, None)
+
+        self.run_on_first("deleting a checkpoint", delete)
+        if near:
+            with self._ranks.call(CALL):
+                self._ranks.run_on_all("deleting a local checkpoint", delete_near)
+
+    def pin(self, step: int, name: str, is_pinned: bool) -> None:
+        """Pins a step of the run's folder under a name, or unpins it. All ranks call this.
+
+        Raises NotACheckpointError if the folder lacks the step, or the step the pin.
+        """
+
+        def write() -> None:
+            file, place = pin_file(step, name), self.place(step)
+            with open_store(self.url, self._options) as store:
+                if not is_pinned:
+                    if file not in store.names():
+                        raise NotACheckpointError(f"{place}: it is not pinned as {name!r}")
+                    store.delete(file)
+                elif f"{folder_name(step)}/" not in store.entries() or not store.exists(
+                    f"{folder_name(step)}/{MANIFEST}"
+                ):
+                    raise NotACheckpointError(f"{place}: no checkpoint to pin is here")
+                elif file not in store.names():
+                    store.commit(file, json.dumps({"step": step, "name": name}).encode(), True)
+
+        self.run_on_first("pinning a checkpoint", write)
 
     def place(self, step: int) -> str:
         """Returns the folder of a step of the run."""

@@ -20,6 +20,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 from ckpt.errors import ExistsError
 from ckpt.newest import BEGAN, ORDER, Committed, committed
@@ -33,6 +34,8 @@ __all__ = ["RunStep", "run_steps"]
 STEP, METRICS, PROVENANCE = "step", "metrics", "run"
 """Keys of the metadata in a manifest, beside BEGAN and ORDER."""
 _FOLDER = re.compile(r"step-(\d{1,18})")
+_PIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_PIN = re.compile(r"pin-(\d{1,18})-([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json")
 END_OF_STEPS = 10**18
 """The first step that is too large for the name of a folder."""
 MOST = 1 << 1000
@@ -85,9 +88,42 @@ def run_steps(url: str | os.PathLike[str], *, storage_options: Options = None) -
     """
     try:
         found = committed(url, storage_options)
+        with open_store(url, storage_options) as store:
+            pins = pins_in(store.names())
     except FileNotFoundError:
         return []
-    return newest_steps(step for one in found if (step := run_step(one)) is not None)
+    steps = [step for one in found if (step := run_step(one)) is not None]
+    return newest_steps(replace(one, pins=pins.get(one.step, ())) for one in steps)
+
+
+def pin_file(step: int, name: str) -> str:
+    """Returns the name of the file, in the folder of the run, that pins a step under a name.
+
+    Raises ArgumentError for a name that is no name of a file everywhere.
+
+    >>> pin_file(500, "release-1")
+    'pin-500-release-1.json'
+    """
+    if not isinstance(name, str) or _PIN_NAME.fullmatch(name) is None:
+        raise ArgumentError(
+            f"name={name!r:.80}: give up to 64 letters, digits and '._-', a letter or digit first"
+        )
+    return f"pin-{step}-{name}.json"
+
+
+def pins_in(files: Iterable[str]) -> dict[int, tuple[str, ...]]:
+    """Returns the names of the pins of each step, from the files in the folder of the run.
+
+    >>> pins_in(["pin-500-b.json", "pin-500-a.json", "owner-1.json", "pin-05-a.json"])
+    {500: ('a', 'b')}
+    """
+    pins: dict[int, tuple[str, ...]] = {}
+    for file in sorted(files):
+        found = _PIN.fullmatch(file)
+        step = None if found is None else step_of(f"step-{found[1]}")
+        if found is not None and step is not None:
+            pins[step] = (*pins.get(step, ()), found[2])
+    return pins
 
 
 def check_no_foreign_steps(url: str, options: Options) -> None:

@@ -10,6 +10,7 @@ Rules:
 4. If several checkpoints are equally good, the newest counts as the best. A checkpoint without the
    metric, or with a metric that is NaN, is never the best.
 5. A damaged checkpoint does not count for any rule, and is not removed.
+6. A pinned checkpoint stays.
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ class RunStep:
     """Whether its manifest cannot be read."""
     order: tuple[int, int] | None = None
     """The number of the run's start, and that of the save in it; None if no counter tells."""
+    pins: tuple[str, ...] = ()
+    """The names under which it is pinned."""
 
     @property
     def age(self) -> Age:
@@ -137,6 +140,7 @@ def removable(steps: Sequence[RunStep], keep: Keep, now: float) -> list[RunStep]
     steps = [one for one in steps if not one.is_damaged]
     newest = newest_steps(steps)
     kept = {one.name for one in newest[: keep.last or 1]}
+    kept |= {one.name for one in steps if one.pins}
     if keep.every is not None:
         kept |= {one.name for one in steps if one.step % keep.every == 0}
     if keep.younger_than is not None:

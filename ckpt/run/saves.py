@@ -118,7 +118,7 @@ class RunSaves:
             counter.take(self._owner.epoch)
         return True
 
-    def _look(self, tier: LocalTier | None) -> Callable[[], Collection[str]] | None:
+    def look(self, tier: LocalTier | None) -> Callable[[], Collection[str]] | None:
         """Returns the look for other owners of a folder, on the rank that commits to it."""
         if tier is None:
             return self._owner.look if self._ranks.is_first else None
@@ -164,7 +164,7 @@ class RunSaves:
             None,
             how.replicas,
             () if tier is None else tier.host,
-            self._look(tier),
+            self.look(tier),
             None if tier is None else tier.mark,
         )
         self._saved = (step, tier)
@@ -204,7 +204,7 @@ class RunSaves:
         keep, url, options = self._keep, self._ranks.url, self._arguments.storage_options
         if tier is not None:
             keep, url, options = tier.keep, tier.options.folder, None
-        look = self._look(tier)
+        look = self.look(tier)
         if look is not None and not keep.keeps_all:
             may_remove = look if tier is None else lambda: (look(), tier.steps())
             self.tidying.begin(url, keep, options, may_remove)
