@@ -670,3 +670,36 @@ def test_a_name_that_is_skipped_on_one_rank_is_told_there(
     clusters: Callable[[int], Any], tmp_path: Path
 ) -> None:
     assert clusters(2).run(skipped_on_one_rank, tmp_path / "a") == [[], ["mine"]]
+
+
+def resumed_without_elements(entry_point: str, folder: str) -> bool:
+    """Whether a module with parameters of no element is saved and loaded, with its optimizer."""
+    from torch.distributed.fsdp import fully_shard as torchs
+
+    module_of = {"torch": torchs, "ours": sharding.fully_shard}[entry_point]
+    states: list[dict[str, Any]] = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        # its second cluster has a Linear of 4 to 0 features, and one of 0 to 10
+        model: Any = module_of(nn.AdaptiveLogSoftmaxWithLoss(4, 20, [5, 10]))
+        optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if seed == 0 and entry_point == "ours":  # torch's reduction refuses such parameters
+            model(torch.ones(3, 4), torch.tensor([1, 7, 15])).loss.backward()
+            optim.step()
+        states.append({"model": model, "optim": optim})
+    ckpt.save(folder, states[0])
+    ckpt.load(folder, states[1])
+    first, second = ([p.to_local() for p in s["model"].parameters()] for s in states)
+    return all(map(torch.equal, first, second))
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("entry_point", ["torch", "ours"])
+def test_parameters_without_elements_are_saved_and_loaded_with_their_whole_shape(
+    clusters: Callable[[int], Any], tmp_path: Path, ranks: int, entry_point: str
+) -> None:
+    assert all(clusters(ranks).run(resumed_without_elements, entry_point, str(tmp_path / "c")))
+    read = ckpt.read(tmp_path / "c")["model"]
+    shapes = [tuple(read[f"tail.1.{index}.weight"].shape) for index in range(2)]
+    assert shapes == [(0, 4), (10, 0)]

@@ -261,6 +261,22 @@ def test_a_partial_tensor_is_an_error_that_names_it_and_the_remedy(as_rank: AsRa
     assert (caught.value.kind, isinstance(caught.value, ShardingError)) == ("partial", True)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_tensor_without_elements_has_any_local_shape(as_rank: AsRank, rank: int) -> None:
+    with as_rank(rank, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        tensor = DTensor.from_local(
+            torch.ones(0, 0),
+            mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=torch.Size((10, 0)),
+            stride=(1, 1),
+        )
+        local, layout = describe(tensor, "w", world(2))
+    assert (local.numel(), layout.shape) == (0, (10, 0))
+
+
 def test_a_local_tensor_of_another_shape_is_an_error_that_names_both(as_rank: AsRank) -> None:
     with as_rank(1, 2):
         mesh = init_device_mesh("cpu", (2,))
