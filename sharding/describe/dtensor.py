@@ -289,6 +289,14 @@ def mesh_of(device_mesh: DeviceMesh, cut: Sequence[int] = ()) -> Mesh:
     return mesh
 
 
+def hybrid_grid(device_mesh: DeviceMesh) -> Mesh:
+    """Returns the ranks of a mesh whose last axis shards and whose first one replicates.
+
+    Both are in the order of their groups. Raises UnknownPlacementError if they contradict.
+    """
+    return mesh_of(device_mesh, (1, 0))
+
+
 def _is_sorted(device_mesh: DeviceMesh, axis: int) -> bool:
     """Whether the group of an axis sorts its ranks; False if it has them in the mesh's order.
 

@@ -26,7 +26,7 @@ def slices_of(param_group: FlatParamGroup) -> list[FlatSlice]:
     found = []
     groups = param_group.groups
     axes = {"replicate": groups.replicate.ranks, "shard": groups.shard.ranks}
-    grids = Grids(axes["shard"][groups.shard.rank], axes)
+    grids = Grids(axes["shard"][groups.shard.rank], axes, groups.grid)
     for index, before in enumerate(_divided_before(param_group)):
         begin, lo, hi = param_group.piece(index)
         slot = param_group.packing.slots[index]

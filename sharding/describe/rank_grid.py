@@ -11,9 +11,15 @@ from sharding.layout import FlatShard, Layout, Mesh, Placement, Replicate
 class Grids:
     """The grids for the parameters in a flat one: one for each mesh of tensor parallelism."""
 
-    def __init__(self, me: int, axes: Mapping[str, Sequence[int]]) -> None:
+    def __init__(
+        self, me: int, axes: Mapping[str, Sequence[int]], grid: Mesh | None = None
+    ) -> None:
+        """`axes` are those of `grid_around`; `grid` has the ranks of all rows, where known."""
         self._me, self._axes = me, axes
         self._known: dict[Mesh | None, tuple[Mesh, int]] = {}
+        if grid is not None and all(len(ranks) > 1 for ranks in axes.values()):
+            named = Mesh.of_ranks(tuple(axes), grid.sizes, list(grid.ranks()))
+            self._known[None] = named, len(axes)
 
     def layout(
         self, shape: tuple[int, ...], before: Layout | None, cut: FlatShard | None

@@ -37,7 +37,9 @@ def slices_of(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> Iterat
         )
         if not is_padding
     ]
-    grids = Grids(dist.get_rank(), _axes(unit, handle))
+    mesh = unit._device_mesh
+    grid = dtensor.hybrid_grid(mesh) if mesh is not None and mesh.ndim == 2 else None
+    grids = Grids(dist.get_rank(), _axes(unit, handle), grid)
     for index, (begin, end) in enumerate(spans):
         _check_order(flat, index)
         divided = handle.uses_sharded_strategy and end > begin

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from sharding.errors import ArgumentError
 from sharding.group_references import GroupReference, referred
+from sharding.layout import Mesh
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,6 +79,8 @@ class HybridGroups:
     shard: ShardGroup
     replicate: ShardGroup
     """The ranks that hold the same shard."""
+    grid: Mesh | None = None
+    """All ranks, if a mesh was given: the replicas along its first axis, shards along its last."""
 
     @property
     def size(self) -> int:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from sharding.describe.dtensor import check_gathers
+from sharding.describe.dtensor import check_gathers, hybrid_grid
 from sharding.engine.shard_group import HybridGroups, ShardGroup
 from sharding.errors import ArgumentError
 from sharding.group_references import release_with_groups
@@ -59,12 +59,15 @@ def chosen_groups(
     return _by_node()
 
 
-def hybrid_groups_of(strategy: ShardingStrategy, groups: Groups) -> HybridGroups:
-    """Returns the groups of ranks that share and that replicate."""
+def hybrid_groups_of(
+    strategy: ShardingStrategy, groups: Groups, mesh: DeviceMesh | None = None
+) -> HybridGroups:
+    """Returns the groups of ranks that share and that replicate; `mesh` is the one they are of."""
     if isinstance(groups, tuple):
         to_shard, to_replicate = groups
         replicas = ShardGroup.alone() if to_replicate is None else ShardGroup.of(to_replicate)
-        return HybridGroups(ShardGroup.of(to_shard), replicas)
+        grid = None if mesh is None else hybrid_grid(mesh)
+        return HybridGroups(ShardGroup.of(to_shard), replicas, grid)
     if strategy is ShardingStrategy.NO_SHARD:
         return HybridGroups(ShardGroup.alone(), ShardGroup.of(groups))
     return HybridGroups(ShardGroup.of(groups), ShardGroup.alone())

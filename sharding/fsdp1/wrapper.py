@@ -138,7 +138,8 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         }
         if has_policy:
             given = shared | {
-                "process_group": groups,
+                "process_group": groups if device_mesh is None else None,
+                "device_mesh": device_mesh,
                 "sharding_strategy": sharding_strategy,
                 "cpu_offload": cpu_offload,
                 "mixed_precision": mixed_precision,
@@ -154,7 +155,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         settled = settled_strategy(sharding_strategy, groups)
         settings = FlatSettings(
             strategy=settled,
-            groups=hybrid_groups_of(settled, groups),
+            groups=hybrid_groups_of(settled, groups, device_mesh),
             offload=cpu_offload is not None and cpu_offload.offload_params,
             mixed_precision=mixed_precision or MixedPrecision(),
             ignored_modules=ignored.modules,

@@ -201,7 +201,7 @@ def check_module(how: str, name: str, folder: str) -> list[str]:
 
 @pytest.mark.parametrize("how", ["FSDP1", "FSDP2", "torch FSDP1", "torch FSDP2"])
 @pytest.mark.parametrize(
-    "name", ["0213", "3120", "02-13", "32-10", thorough("10-32"), thorough("23-01")]
+    "name", ["0213", "3120", "02-13", "32-10", "03-12", thorough("10-32"), thorough("23-01")]
 )
 def test_a_module_sharded_over_any_mesh_has_the_weights_that_it_computes_with(
     clusters: Callable[[int], Any], tmp_path: Path, how: str, name: str
