@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import warnings
 from collections.abc import Callable, Iterator
@@ -174,6 +175,8 @@ def test_a_save_to_the_folder_that_fails_names_its_step_not_a_later_one_in_memor
 ) -> None:
     monkeypatch.setenv(RUNTIME, str(folder / "host0"))
     with run_in(str(folder)) as run:
+        run.save(9, {"w": torch.ones(2)})
+        shutil.rmtree(folder / "shared")
         (folder / "shared").write_text("in the place of the folder")
         run.save(10, {"w": torch.ones(2)})
         run.save(11, {"w": torch.ones(2)})
