@@ -6,6 +6,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,34 @@ def test_all_ranks_go_on_from_a_local_step_with_another_model(
     assert "Checkpointer.restore with strict=False" in first[2]
     assert [told for told in first if "earlier run" in str(told)] == [first[1], first[3]]
     assert first[4:] == [2, [[1, 1], [0, 0]], [True, True], 4]
+
+
+class Interrupted(Exception):
+    """Ends a run without its close, as a crash does: memory outlives it."""
+
+
+def test_a_run_goes_on_from_memory_with_another_model(tmp_path: Path) -> None:
+    def started() -> ckpt.Checkpointer:
+        memory = ckpt.Memory(replicas=0, every_steps=1, keep_seconds=60)
+        return ckpt.Checkpointer(tmp_path, every_steps=100, memory=memory)
+
+    with suppress(Interrupted), started() as run:
+        for number in (1, 2):
+            assert run.save(number, {"w": torch.full((2,), number), "old": torch.ones(1)})
+        run.wait_until_finished()
+        with pytest.raises(ckpt.MisuseError, match="in memory"):
+            run.delete(2)
+        raise Interrupted
+    state = {"w": torch.zeros(2, dtype=torch.int64), "new": torch.zeros(1)}
+    with started() as run:
+        with pytest.raises(ckpt.MismatchError, match=r"Checkpointer\.restore with"):
+            run.restore(state)
+        with pytest.raises(ckpt.ExistsError, match="earlier run"):
+            run.save(1, state)
+        with pytest.warns(ckpt.SkippedWarning):
+            assert run.restore(state, strict=False) == 2
+        assert state["w"].tolist() == [2, 2]
+        assert run.save(3, state)
 
 
 def places_of_one_state(folder: Path, kind: str) -> Path:
