@@ -92,6 +92,8 @@ class SaveAttempt:
     """A time before the first write, by `ckpt.transfer.commit.now`."""
     note: bytes
     """Rank 0's note; equal on all ranks."""
+    is_new: bool = False
+    """Whether the save makes the folder, which a failure then removes again."""
 
     @property
     def file_name(self) -> str:
@@ -295,9 +297,7 @@ def finish(
     except Exception as failed:
         # Once rank 0 knows of the failure, no manifest will refer to this rank's file.
         if not _is_without_word(failed):
-            with suppress(OSError):
-                store.delete(attempt.file_name)
-                store.remove_if_empty()  # the last rank finds it empty
+            _clear(store, attempt)
         raise
     failure = None
     ranks.doing("committing")
@@ -309,22 +309,28 @@ def finish(
     try:
         ranks.agree("committing", failure)
     except NotOwnerError:
-        _clear(store, attempt)
+        _clear_refused(store, attempt)
         raise
     except RankError as failed:
         if failed.error == NotOwnerError.__name__:
-            _clear(store, attempt)
+            _clear_refused(store, attempt)
         if not _is_without_word(failed):
             raise
         said = f"{failed.message}; look whether there is a manifest"
         raise RankError("committing", failed.rank, failed.error, said) from failed
 
 
-def _clear(store: Store, attempt: SaveAttempt) -> None:
+def _clear_refused(store: Store, attempt: SaveAttempt) -> None:
     """Removes this rank's file after a refused commit: no manifest has its name."""
     if not attempt.options.host:  # the other hosts may have committed
-        with suppress(OSError):
-            store.delete(attempt.file_name)
+        _clear(store, attempt)
+
+
+def _clear(store: Store, attempt: SaveAttempt) -> None:
+    """Removes this rank's file, and the last rank the folder if the save has made it."""
+    with suppress(OSError):
+        store.delete(attempt.file_name)
+        if attempt.is_new:
             store.remove_if_empty()
 
 

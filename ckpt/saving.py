@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, get_args, overload
 
 from ckpt import in_flight
@@ -24,7 +25,7 @@ from ckpt.garbage import collected_later
 from ckpt.save_protocol import SaveAttempt, SaveOptions, agreed_attempt, check_options, finish
 from ckpt.state.flatten import Leaf
 from ckpt.stores.local_store import LocalStore
-from ckpt.stores.store import Options, Store, absolute, open_store
+from ckpt.stores.store import Options, Store, absolute, local_path, open_store
 from ckpt.transfer.read import workers_for
 from ckpt.transfer.replica_hashes import Replicas
 from ckpt.transfer.write import outgoing
@@ -208,12 +209,15 @@ def save_with(
                 check_free(in_flight.saves, when_busy, turn, ranks.is_single_process)
                 check_options(ranks, store, options)
 
+            path = local_path(store.url)
+            is_new = path is None or not os.path.lexists(path)  # no rank writes before all agree
             try:
                 attempt, leaves = agreed_attempt(ranks, state, options, check)
             except RankError as error:
                 if error.error == BusyError.__name__:
                     raise BusyError(str(error)) from error
                 raise
+            attempt = replace(attempt, is_new=is_new)
             handle = SaveHandle(absolute(url), attempt.plan.nbytes, started)
             if later is not None:
                 later.connect()
