@@ -64,8 +64,11 @@ _OF_HF_STORAGE = ("HuggingFaceStorageReader", "HuggingFaceStorageWriter")
 
 
 def __getattr__(name: str) -> object:
-    """Returns modules of this package, and names that only this version of torch has."""
-    if name.startswith("_") or not hasattr(_torch, name):
+    """Returns modules of this package, names that only this version of torch has, and its modules.
+
+    Modules that torch keeps private, such as `_version`, are attributes here, not to be imported.
+    """
+    if name.startswith("__") or not hasattr(_torch, name):
         raise AttributeError(f"module 'ckpt.dcp' has no attribute {name!r}, nor has torch's")
     if name in _OF_HF_STORAGE:
         return getattr(importlib.import_module("ckpt.dcp.hf_storage"), name)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from io import BytesIO
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -60,6 +61,8 @@ class CkptStorageReader(StorageReader):
         self.path = None if path is None else os.fspath(path)
         self.verify = checked_verify(verify)
         self.storage_options = storage_options
+        self.load_id = str(uuid4())
+        """The id that torch's StorageMeta has of the next load, until `reset`."""
         self._checkpoint: Checkpoint | None = None
         self._items: dict[str, tuple[KeyPath, Tree]] = {}
 
@@ -80,6 +83,7 @@ class CkptStorageReader(StorageReader):
         self.close()
         if checkpoint_id is not None:
             self.path = os.fspath(checkpoint_id)
+        self.load_id = str(uuid4())
 
     def close(self) -> None:
         """Closes the files."""
@@ -94,7 +98,7 @@ class CkptStorageReader(StorageReader):
         found.catalog = self._part_of(found.catalog)
         self._items = items_of(found.catalog)
         metadata = metadata_of(found.catalog, self._items)
-        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self.load_id)
         self._checkpoint = found
         return metadata
 

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
+from uuid import uuid4
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -96,6 +97,8 @@ class CkptStorageWriter(StorageWriter):
         self.overwrite, self.compress = overwrite, compress
         self.metadata = dict(metadata or {})
         self.storage_options = storage_options
+        self.save_id = str(uuid4())
+        """The id that torch's StorageMeta has of the next save, until `reset`."""
         self._began = now()
 
     @property
@@ -111,13 +114,14 @@ class CkptStorageWriter(StorageWriter):
         return True
 
     def storage_meta(self) -> StorageMeta:
-        """Returns the folder, for the planner."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id)
+        """Returns the folder and the id of the save, for the planner."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Sets the folder that the next save writes; by default the last one again."""
         if checkpoint_id is not None:
             self.path = os.fspath(checkpoint_id)
+        self.save_id = str(uuid4())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raises ArgumentError for `use_collectives=False`, ExistsError as `ckpt.save`."""

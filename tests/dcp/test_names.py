@@ -69,6 +69,14 @@ def test_every_module_of_torch_with_names_is_in_the_table_and_is_what_it_says() 
         assert verdict == ("same" if all(equal) else "better"), name
 
 
+def test_modules_that_torch_keeps_private_are_attributes() -> None:
+    theirs = {name for name, value in vars(torch_dcp).items() if isinstance(value, ModuleType)}
+    for name in theirs:
+        assert isinstance(getattr(dcp, name), ModuleType)
+    logger: Any = importlib.import_module("ckpt.dcp.logger")
+    assert logger._dcp_logger is torch_dcp.logger._dcp_logger
+
+
 def test_private_names_of_torch_s_modules_are_found_as_well(tmp_path: Path) -> None:
     for name in MODULES:
         theirs, ours = (importlib.import_module(f"{p}.{name}") for p in (PACKAGE, "ckpt.dcp"))

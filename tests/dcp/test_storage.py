@@ -392,6 +392,43 @@ def test_every_error_comes_through_torch_s_messages(
         assert all("it was truncated" in each for each in found)
 
 
+class Failing(torch_dcp.FileSystemWriter):
+    """A writer of the user, which fails on one rank."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise FileNotFoundError("no disk")
+        return super().write_data(*args, **kwargs)
+
+
+def save_by_a_failing_writer(folder: str) -> str:
+    with pytest.raises(ckpt.RankError) as caught:
+        dcp.save({"w": torch.ones(2)}, storage_writer=Failing(folder))
+    return str(caught.value)
+
+
+def test_an_error_of_a_user_s_storage_is_a_rank_error_on_all_ranks(
+    clusters: Callable[[int], Any], tmp_path: Path
+) -> None:
+    for found in clusters(2).run(save_by_a_failing_writer, str(tmp_path)):
+        assert found == "write failed on rank 1 with FileNotFoundError: no disk"
+
+
+@alone
+def test_the_storage_has_ids_of_a_save_and_a_load_as_torch_s(tmp_path: Path) -> None:
+    writer, reader = dcp.FileSystemWriter(tmp_path), dcp.FileSystemReader(tmp_path)
+    assert writer.storage_meta().save_id == writer.save_id
+    dcp.save({"w": torch.ones(2)}, storage_writer=writer)
+    found = reader.read_metadata().storage_meta
+    reader.close()
+    assert found is not None
+    assert (str(found.checkpoint_id), found.load_id) == (str(tmp_path), reader.load_id)
+    before = writer.save_id, reader.load_id
+    writer.reset()
+    reader.reset()
+    assert (writer.save_id, reader.load_id) != before
+
+
 class Wrong(dcp.DefaultLoadPlanner):
     """Wants a tensor that the checkpoint lacks."""
 
