@@ -36,6 +36,8 @@ END_BYTES = 1 << 16
 """The most bytes of a header that are read: its last entry tells where the file ends."""
 Phase = Literal["writing", "flushing", "written", "uploading"]
 _SHARD = re.compile(r"([0-9a-f]{16})-([0-9]{5,})\.safetensors")
+_SMALL = re.compile(r"manifest\.json|owner-[0-9]+\.json")
+"""The manifest, and the file of a run's owner."""
 _OFFSETS = re.compile(rb'"data_offsets":\[\d{1,18},(\d{1,18})\]')
 _FOLDER = re.compile(r"\.(.+)\.(?:[0-9a-f]{8}|resumed)\.part", re.DOTALL)
 """The name of a folder that a conversion fills."""
@@ -144,7 +146,7 @@ class Watch:
     ) -> Iterator[UnderWay]:
         """Yields conversions to other formats in a folder; only to the target `wanted` if given."""
         for one in begun:
-            is_native = _SHARD.fullmatch(one.name) or one.name == MANIFEST
+            is_native = _SHARD.fullmatch(one.name) or _SMALL.fullmatch(one.name)
             if not is_native and wanted in (None, one.name):
                 file = self._part(url, store, one, None)
                 yield UnderWay(one.name, "", (file,), is_committing=False)

@@ -124,7 +124,7 @@ class Ownership:
             return
         told = self._told(store, newest)
         since = seconds_of(str(told.get("began")))
-        age = f", which began to save {max(0.0, time.time() - since):.0f} s ago" if since else ""
+        age = f", which began to save {_shown(time.time() - since)} ago" if since else ""
         command = str(told.get("command", ""))[:SHOWN_CHARS]
         raise NotOwnerError(
             f"{without_secrets(self._url)} belongs to another job now: host {told.get('host')}, "
@@ -159,6 +159,15 @@ class Ownership:
             for older in epochs(store.names()):
                 if older < epoch:
                     store.delete(file_name(older))
+
+
+def _shown(seconds: float) -> str:
+    """Returns an age as text.
+
+    >>> _shown(90.0), _shown(5400.0)
+    ('90 s', '90 min')
+    """
+    return f"{max(0.0, seconds):.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def _has(store: Store, epoch: int, data: bytes) -> bool:

@@ -20,6 +20,7 @@ import ckpt
 from ckpt.run.owner import Ownership, epochs
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.store import open_store
+from ckpt.under_way import Watch
 from tests.stores.server import Server
 
 
@@ -235,6 +236,10 @@ def test_a_run_goes_on_without_its_owner_file_and_one_of_an_older_release_gets_o
         assert run.save(4, state_of(4))
     assert ckpt.latest(tmp_path) == str(tmp_path / "step-4")
     assert ckpt.gc(tmp_path) == []
+    (tmp_path / ".owner-2.json.01234567.part").write_text("{")  # of a start that was killed
+    assert Watch(tmp_path).look() == []
+    assert len(ckpt.gc(tmp_path, delete=True, older_than=0)) == 1
+    assert sorted(one.name for one in tmp_path.iterdir())[0] == "owner-1.json"
 
 
 @pytest.mark.parametrize("where", ["disk", "s3"])
