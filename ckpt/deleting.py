@@ -124,6 +124,17 @@ def _is_missing(url: str | os.PathLike[str], store: Store, options: Options) -> 
     return not is_file(url, options) and sign_of_another_format(store.entries()) is None
 
 
+def delete_step(
+    place: str, missing_ok: bool, options: Options, gone: set[str] | None = None
+) -> None:
+    """Deletes a checkpoint of a run, as `was_deleted`; of a link to one, the link alone."""
+    link = link_at(place)
+    if link is None:
+        was_deleted(place, missing_ok, options, gone)
+    else:
+        remove_link(link, gone)
+
+
 def remove_link(link: str, gone: set[str] | None = None) -> None:
     """Removes a link to a checkpoint; the checkpoint stays. With `gone`, as for `was_deleted`.
 

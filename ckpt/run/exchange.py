@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckpt.deleting import was_deleted
+from ckpt.deleting import delete_step
 from ckpt.errors import CkptError, InUseError, NotACheckpointError
 from ckpt.newest import newest_first, order_of, seconds_of
 from ckpt.run.failures import Failures
@@ -229,11 +229,11 @@ class RunRanks:
                     f"{self.place(step)}: it is pinned as {pins[0]!r}; call unpin({step}, "
                     f"{pins[0]!r}) before, or keep it"
                 )
-            was_deleted(self.place(step), is_near, self._options)
+            delete_step(self.place(step), is_near, self._options)
 
         def delete_near() -> None:
             if tier is not None and self.global_rank == min(tier.host):
-                was_deleted(tier.place(step), True, None)
+                delete_step(tier.place(step), True, None)
 
         self.run_on_first("deleting a checkpoint", delete)
         if near:

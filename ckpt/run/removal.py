@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from warnings import warn
 
-from ckpt.deleting import remove_link, was_deleted
+from ckpt.deleting import delete_step
 from ckpt.errors import CkptError, InUseError, NotOwnerError, SaveFailedWarning
 from ckpt.run.history import run_steps
 from ckpt.run.retention import Keep, RunStep, removable
-from ckpt.stores.store import Options, join_url, link_at
+from ckpt.stores.store import Options, join_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,7 @@ def removals(
         if look is not None:
             look()
         try:
-            link = link_at(place)
-            if link is None:
-                was_deleted(place, True, options, gone)
-            else:
-                remove_link(link, gone)
+            delete_step(place, True, options, gone)
         except InUseError as error:
             needed_by = str(error).removeprefix(f"{place}: ")
         except (CkptError, OSError) as error:

@@ -371,6 +371,8 @@ def test_a_link_to_a_step_stays_readable_if_the_save_in_its_place_fails(tmp_path
     before = everything_in(tmp_path / "a")
     with ckpt.Checkpointer(tmp_path / "b", every_steps=10) as run:
         run.restore(state_of(0), step=10)
+        run.delete(10)
+        assert run.all_steps() == [20]
         with pytest.raises(ckpt.StateError):
             run.save(20, {"w": object()})
     assert ckpt.verify(tmp_path / "b" / "step-20").sound
