@@ -269,7 +269,8 @@ class _OptimizerMatch:
         Adds a difference unless one group had them all.
         """
         self.builder.owns(where)
-        if not self.builder.chooses(where):
+        is_named = join(self.path, "param_groups") in self.builder.selection  # the whole list
+        if self.builder.selection.excludes(where) or not (is_named or self.builder.chooses(where)):
             return None
         lacking = [name for name in members if name not in group_of]
         found = sorted({group_of[name] for name in members if name in group_of})

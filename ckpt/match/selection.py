@@ -50,9 +50,11 @@ class Selection:
     def __contains__(self, name: str) -> bool:
         if self.is_all:
             return True
-        return any(matches(pattern, name) for pattern in self.include) and not any(
-            matches(pattern, name) for pattern in self.exclude
-        )
+        return any(matches(pattern, name) for pattern in self.include) and not self.excludes(name)
+
+    def excludes(self, name: str) -> bool:
+        """Whether a pattern of `exclude` matches a name."""
+        return any(matches(pattern, name) for pattern in self.exclude)
 
     @property
     def is_all(self) -> bool:

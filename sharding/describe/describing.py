@@ -36,6 +36,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -267,6 +268,8 @@ class _PartsUnread:
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has a part of a divided parameter, or none of its elements in memory."""
         local = getattr(tensor, "_local_tensor", tensor)
+        if is_lazy(local):
+            return False
         if type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or local.is_meta:
             return False
         if local.layout is not torch.strided:

@@ -31,8 +31,6 @@ INTERNAL = {
 BUILT_IN = {
     ("ckpt/__init__.py", "AttributeError"): "Python's protocol of module attributes",
     ("ckpt/dcp/__init__.py", "AttributeError"): "Python's protocol of module attributes",
-    ("ckpt/dcp/filesystem.py", "AttributeError"): "Python's protocol of module attributes",
-    ("ckpt/dcp/state_dict_saver.py", "AttributeError"): "Python's protocol of module attributes",
     ("ckpt/integrations/optional.py", "ModuleNotFoundError"): "Python's own, with a command added",
     ("sharding/__init__.py", "AttributeError"): "Python's protocol of module attributes",
     ("ckpt/_neighbours.py", "ImportError"): "raised before the packages can be imported",

@@ -50,14 +50,17 @@ COMPRESS: dict[str, bool | Literal["delta"]] = {"raw": False, "zstd": True, "del
 """How a checkpoint that borrows is saved; what it borrows from is compressed, but for `raw`."""
 MESHES: dict[int, tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]] = {
     1: (((1,), (0,)),),
-    2: (((2,), (0, 1)), ((2,), (1, 0)), ((1, 2), (0, 1)), ((1,), (1,))),
-    3: (((3,), (0, 1, 2)), ((2,), (0, 2)), ((3,), (2, 0, 1))),
+    2: (((2,), (0, 1)), ((1, 2), (0, 1)), ((1,), (1,))),
+    3: (((3,), (0, 1, 2)), ((2,), (0, 2))),
     4: (
         *(((4,), (0, 1, 2, 3)), ((2, 2), (0, 1, 2, 3)), ((2, 2), (0, 2, 1, 3))),
-        *(((2,), (1, 3)), ((4,), (3, 1, 0, 2)), ((1, 4), (0, 1, 2, 3))),
+        *(((2,), (1, 3)), ((1, 4), (0, 1, 2, 3))),
     ),
 }
-"""By world size: the sizes of a mesh, and its ranks."""
+"""By world size: the sizes of a mesh, and its ranks, which ascend in each group of the mesh.
+
+Over other meshes torch cuts in several orders: tests/oracle/test_meshes.py has those.
+"""
 
 
 @dataclass(frozen=True)
