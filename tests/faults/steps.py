@@ -115,7 +115,7 @@ class _Steps:
         self, name: str, call: Callable[..., Any], detail: Callable[..., str | None]
     ) -> Callable[..., Any]:
         def instead(*arguments: Any, **options: Any) -> Any:
-            path = detail(*arguments)
+            path = detail(*self.placed(arguments, options.get("dir_fd")))
             if path is None:
                 return call(*arguments, **options)
             step = self.begin(name, path)
@@ -129,6 +129,13 @@ class _Steps:
             return result
 
         return instead
+
+    def placed(self, arguments: tuple[Any, ...], folder: int | None) -> tuple[Any, ...]:
+        """The arguments with the whole path of a name in an opened folder."""
+        if folder is None:
+            return arguments
+        name, *rest = arguments
+        return (os.path.join(self._readlink(f"/proc/self/fd/{folder}"), name), *rest)
 
     def is_there(self, path: Any, *_: Any) -> str | None:
         text = os.path.abspath(os.fspath(path)) if not isinstance(path, int) else ""
