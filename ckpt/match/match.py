@@ -296,6 +296,14 @@ class _Matcher:
         with call_of("state_dict", path):
             entries: Mapping[str, object] = describe_module(module)
         versions = self._versions_at(path, versions_of(entries))
+        if versions is not None and any(isinstance(v, LocalPart) for v in entries.values()):
+            self._builder.differ(
+                path or ROOT,
+                "structure",
+                "is a state of other versions of its modules, which their own load_state_dict "
+                "changes, and flat parameters are filled without it; load it before the module is "
+                "wrapped",
+            )
         is_customised = versions is not None or _customised(module)
         known = entries if is_customised else self._loadable(module, entries, path)
         clean = CleanNames(module)

@@ -49,6 +49,8 @@ FORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
 """The forms in which a job may hold a module."""
 BY_TORCH = ("torch fully_shard", "torch FSDP")
 """Forms that torch itself refuses for some objects: neither a save nor a load can be compared."""
+CRASH_TORCH = ("compiled with own entries", "names of an older release")
+"""Objects that torch's FSDP1 loads by reading freed memory: their names differ from its own."""
 
 
 def formed(name: str, form: str, seed: int) -> Any:
@@ -58,7 +60,10 @@ def formed(name: str, form: str, seed: int) -> Any:
         return FORMS[form](ENTRIES[name].build(seed))
 
     def works() -> Any:
-        make(1).load_state_dict(make(2).state_dict())
+        make(2).load_state_dict(make(1).state_dict())
+
+    if form == "torch FSDP" and name in CRASH_TORCH:
+        return Refused("torch", "its load_state_dict ends the process")
 
     if form in BY_TORCH and isinstance(refused := attempt(works), Refused):
         return refused

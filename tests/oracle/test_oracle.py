@@ -40,8 +40,11 @@ KNOWN: dict[tuple[str, str], str] = {
     ("buffer of the conjugate bit", "torch's DCP to ckpt.dcp"): "as from torch.save",
     ("expanded buffer", "ckpt.dcp to torch's DCP"): "torch's DCP fills no expanded tensor",
     ("state of an older version", "*dcp*"): "DCP stores no versions of modules",
+    ("state of an older version", "*FSDP*"): "flat parameters are filled without the modules' code",
     ("convolution, channels last", "*torch FSDP*"): "flat parameters of another memory format",
     ("child named _*_wrapped_module", "*FSDP*"): "FSDP takes such parts off every name",
+    ("hook that *", "*FSDP*"): "a hook that reads a divided parameter is refused",
+    ("own save and load", "*FSDP*"): "a method that reads a divided parameter is refused",
 }
 """(object, way), as patterns, to the reason of the difference."""
 SINGLE_GROUPS = ("one group", "frozen parameters", "never trained", "loose tensors")
