@@ -45,6 +45,15 @@ KNOWN: dict[tuple[str, str], str] = {
     ("child named _*_wrapped_module", "*FSDP*"): "FSDP takes such parts off every name",
     ("hook that *", "*FSDP*"): "a hook that reads a divided parameter is refused",
     ("own save and load", "*FSDP*"): "a method that reads a divided parameter is refused",
+    ("hooks that rename", "*FSDP*"): "the hook's own KeyError: flat parameters have other keys",
+    ("hook that adds a key", "*fully_shard*"): "the hook makes a partial DTensor, which is refused",
+    ("compiled with own entries", "*fully_shard*"): "its class shows its own entries twice",
+    ("own load that misses a key", "*FSDP*"): "missing keys are not known beside flat parameters",
+    (
+        "own state_dict and load_state_dict",
+        "* on *",
+    ): "wrappers drop what a child's method adds",
+    ("adaptive softmax", "*torch fully_shard*"): "torch's full_tensor() of no elements raises",
 }
 """(object, way), as patterns, to the reason of the difference."""
 SINGLE_GROUPS = ("one group", "frozen parameters", "never trained", "loose tensors")
