@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.selection import slow
+
 pytestmark = [
     pytest.mark.thorough,
     pytest.mark.skipif(
@@ -35,7 +37,7 @@ def differences(
     return [text for text in told if "different: []" not in text]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, slow(2)])
 def test_every_hook_has_the_effect_that_it_has_on_lightnings_own_files(
     programs: Callable[..., Any], world_size: int, tmp_path: Path
 ) -> None:
