@@ -30,12 +30,12 @@ from sharding.errors import ArgumentError, LocalShapeError, UnknownPlacementErro
 from sharding.layout import Mesh
 from tests.old_torch import FSDP2_RUNS_ON_CPU
 from tests.oracle.meshes import MESHES, mesh_named
-from tests.selection import thorough
+from tests.selection import slow, thorough
 
 EVEN, UNEVEN = (24, 8), (7, 5)
 QUICK = {"0213", "32-10", "03-21", "ranks 31", "b of 32-10", "flat 31-20"}
-"""The meshes of `make test`."""
-NAMES = [name if name in QUICK else thorough(name) for name in MESHES]
+"""The meshes of `make test`; the slow tests have the others."""
+NAMES = [name if name in QUICK else slow(name) for name in MESHES]
 
 
 def gathered(value: object) -> list[Any]:

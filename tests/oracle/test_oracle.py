@@ -69,11 +69,11 @@ def reason(name: str, way: str) -> str | None:
     return found[0] if found else None
 
 
-def part(names: Sequence[str], key: str, quick: int, full: int = 1) -> list[str]:
+def part(names: Sequence[str], key: str, quick: int, full: int = 2) -> list[str]:
     """One of `quick` parts of the names in `make test`, which one by the key; one of `full` else.
 
-    `make test` thus has every way and nearly every object, `make test-all` every object by every
-    way, and the slow tests the whole product.
+    `make test` thus has every way and nearly every object, `make test-all` half of the pairs, and
+    `tests.oracle.table` the whole product.
     """
     of = quick if selection.is_quick else full
     if selection.is_quick:  # whose import takes seconds
@@ -126,7 +126,8 @@ def test_every_optimizer_goes_on_as_after_torchs_own_load(grouping: str, tmp_pat
     for number, name in enumerate({**OPTIMIZERS, **several}):
         turn = crc32(f"{name} {grouping}".encode())
         way = list(ways.OPTIMIZER_WAYS)[turn % len(ways.OPTIMIZER_WAYS)]
-        if selection.is_quick and (turn // 8 % 4 or name.startswith(LIBRARIES)):
+        of = 4 if selection.is_quick else 2  # the slow test has them all
+        if turn // 8 % of or (selection.is_quick and name.startswith(LIBRARIES)):
             continue
         folder = own_folder(tmp_path, number)
         found = ways.optimizer_cell(name, grouping, way, bool(turn // 4 % 2), folder)
