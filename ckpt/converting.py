@@ -36,6 +36,7 @@ from ckpt.placing import file_writer, folder_writer, kept_folder
 from ckpt.read_back import check_written
 from ckpt.resuming import Journal, identity_of
 from ckpt.sources import Source, open_source
+from ckpt.stores.request_errors import explained_on_disk
 from ckpt.stores.store import Options, local_path, open_store, split_url
 from ckpt.target_formats import (
     Format,
@@ -356,7 +357,8 @@ class _Target:
         check = check_file if self.format.is_file else check_folder
         if self.format is Format.CKPT:
             check = check_native
-        check(source, self.url, self.options, self.overwrite)
+        with explained_on_disk("looking at", self.url):
+            check(source, self.url, self.options, self.overwrite)
 
     def memory_bytes(self, state: StoredState) -> int:
         """Returns the most memory of all blocks together."""
@@ -432,7 +434,6 @@ class _Target:
             file_writer(self.url, store, self.overwrite) as writer,
         ):
             yield writer
-            store.flush()
 
 
 def _of_weights(

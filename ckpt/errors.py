@@ -31,6 +31,7 @@ __all__ = [
     "MismatchError",
     "MismatchedLoadError",
     "NotACheckpointError",
+    "NotDurableWarning",
     "NotOwnerError",
     "PartialLoadError",
     "ProtocolError",
@@ -124,7 +125,7 @@ class StoreTimeoutError(StoreError, TimeoutError):
 
 
 class AccessDeniedError(StoreError, PermissionError):
-    """The server refuses the token, or wants one."""
+    """The disk refuses this user, or a server of ckpt the token, or wants one."""
 
     kind = "access_denied"
 
@@ -343,6 +344,10 @@ class FallbackWarning(Picklable, UserWarning):
 
 class SaveFailedWarning(Picklable, UserWarning):
     """A checkpoint of a run was not saved, or not removed. Training goes on."""
+
+
+class NotDurableWarning(Picklable, UserWarning):
+    """A checkpoint is complete, and the disk did not confirm that a loss of power leaves it."""
 
 
 class ReplicasWarning(Picklable, UserWarning):

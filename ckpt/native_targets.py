@@ -11,20 +11,17 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
-from ckpt.errors import ExistsError
 from ckpt.kind_layouts import Division, run_of
 from ckpt.outgoing import StoredState
 from ckpt.stores.store import Options, Store, local_path, open_store
-from ckpt.transfer.commit import commit, now
+from ckpt.transfer.commit import commit, is_not_there, now
 from ckpt.transfer.copy_shares import write_plans
 from ckpt.transfer.copy_streams import streamed
 from ckpt.version import __version__
-from formats.errors import FormatError
 from formats.file_plan import FilePlan
-from formats.limits import current
-from formats.native.manifest import MANIFEST, Manifest, ShardFile
+from formats.native.manifest import Manifest, ShardFile
 from formats.native.shard import ShardSummary, stored_order
 from formats.native.shard_writer import plan_shard, planned_summary, write_shard
 from formats.outgoing import OutgoingTensor
@@ -69,11 +66,12 @@ def write_native(
                 may_be_there = True
                 commit(store, manifest, began, overwrite)
         except BaseException as error:
-            if is_first and (not may_be_there or _is_not_there(store, attempt, error)):
-                for plan in plans:
-                    store.delete(plan.name)
-                if is_new:
-                    store.remove_if_empty()
+            if is_first and (not may_be_there or is_not_there(store, attempt, error)):
+                with suppress(OSError):  # left-overs; the first error tells more
+                    for plan in plans:
+                        store.delete(plan.name)
+                    if is_new:
+                        store.remove_if_empty()
             raise
 
 
@@ -127,18 +125,3 @@ def _manifest(
         strides=state.strides,
         optimizers=state.optimizers,
     )
-
-
-def _is_not_there(store: Store, attempt: str, error: BaseException) -> bool:
-    """Whether no manifest will ever name the files of an attempt, after an error of its commit.
-
-    A server may still carry out a request that seemed to fail. Only a refusal is certain.
-    """
-    if local_path(store.url) is None and not isinstance(error, ExistsError):
-        return False
-    try:
-        return attempt.encode() not in store.read_whole(MANIFEST, current().manifest_bytes)
-    except FileNotFoundError:
-        return True
-    except (OSError, FormatError):
-        return False

@@ -9,21 +9,23 @@ Rules:
    renamed when it is complete. An object store cannot rename: there the target must be empty, and
    the conversion writes into it directly.
 3. The replaced file or folder is removed last. A link is removed as a link.
+4. Once the result is at its place, a failure is a warning.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from warnings import warn
 
-from ckpt.errors import ExistsError
-from ckpt.stores.local_store import PART_SUFFIX
+from ckpt.errors import ExistsError, NotDurableWarning, StoreError
+from ckpt.stores.local_store import PART_SUFFIX, RENAME_EXCHANGE, rename_with
+from ckpt.stores.request_errors import explained_on_disk
 from ckpt.stores.store import Options, Store, local_path, open_store
 from ckpt.targets import check_replaceable, folder_path
 from formats.storage import FileWriter, Writer
@@ -53,9 +55,21 @@ def file_writer(target: str, store: Store, overwrite: bool) -> Iterator[Writer]:
     """
     if overwrite:
         yield store
-        return
-    with _told_of(target):
-        yield NewFiles(store)
+    else:
+        with _told_of(target):
+            yield NewFiles(store)
+    _is_durable(store, target)
+
+
+def _is_durable(store: Store, target: str) -> bool:
+    """Makes the names in a folder durable. Returns whether it could, or warns of a result there."""
+    try:
+        store.flush()
+    except StoreError as error:
+        told = f"{target} is complete, and may be gone after a loss of power: {error}"
+        warn(NotDurableWarning(told), stacklevel=3)
+        return False
+    return True
 
 
 @contextmanager
@@ -76,28 +90,33 @@ def folder_writer(
             yield NewFiles(store)
         return
     local = folder_path(path)
-    local.parent.mkdir(parents=True, exist_ok=True)
+    with explained_on_disk("creating the folder for", target):
+        local.parent.mkdir(parents=True, exist_ok=True)
     fresh = kept_folder(path) if kept else _beside(local, secrets.token_hex(4))
     old = fresh.with_suffix(".old")
     try:
         with open_store(str(fresh)) as store:
             yield store
-            fresh.mkdir(exist_ok=True)  # without any file the result is an empty folder
+            with explained_on_disk("creating", target):
+                fresh.mkdir(exist_ok=True)  # without any file the result is an empty folder
             store.flush()
-        if not _take_place(fresh, local):
-            if not overwrite:
-                raise ExistsError(_has_come(target))
-            check_replaceable(target, options, overwrite)
-            _replace(fresh, local, old)
+        with explained_on_disk("naming", target):
+            if not _take_place(fresh, local):
+                if not overwrite:
+                    raise ExistsError(_has_come(target))
+                check_replaceable(target, options, overwrite)
+                _replace(fresh, local, old)
         with open_store(str(local.parent)) as parent:
-            parent.flush()
-        for rest in (fresh, old):
-            remove(rest)
+            if _is_durable(parent, target):
+                for rest in (fresh, old):
+                    with suppress(OSError):  # left-overs, for `ckpt gc`
+                        remove(rest)
     except BaseException:
         if os.path.lexists(old) and not os.path.lexists(local):
             old.rename(local)
         if not kept:
-            remove(fresh)
+            with suppress(OSError):  # the first error tells more
+                remove(fresh)
         raise
 
 
@@ -128,9 +147,13 @@ def _has_come(target: str) -> str:
 
 def _take_place(fresh: Path, local: Path) -> bool:
     """Renames a folder. Returns whether the name was free, or that of an empty folder."""
+    written = fresh.stat()
     try:
         fresh.rename(local)
     except OSError as error:
+        with suppress(OSError):  # a network file system may have done it without an answer
+            if os.path.samestat(local.lstat(), written):
+                return True
         if error.errno not in _IN_THE_WAY:
             raise
         return False
@@ -139,7 +162,8 @@ def _take_place(fresh: Path, local: Path) -> bool:
 
 def _replace(fresh: Path, local: Path, old: Path) -> None:
     """Renames a folder to an existing name. The replaced one is then called `fresh` or `old`."""
-    if not _exchange(fresh, local):
+    # Two renames leave a moment without a folder of the name.
+    if not rename_with(RENAME_EXCHANGE, fresh, local):
         local.rename(old)
         fresh.rename(local)
 
@@ -150,22 +174,3 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Swaps the names of two folders in one atomic step, on Linux. Returns whether it did.
-
-    Two renames would leave a moment without a folder of the name.
-    """
-    if _renameat2 is None:
-        return False
-    here, names = -100, (os.fsencode(one), os.fsencode(other))  # AT_FDCWD, <fcntl.h>
-    return bool(_renameat2(here, names[0], here, names[1], 2) == 0)  # RENAME_EXCHANGE, <linux/fs.h>
-
-
-_renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
-if _renameat2 is not None:
-    _renameat2.argtypes = (
-        *(ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p),
-        ctypes.c_uint,
-    )

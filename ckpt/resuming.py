@@ -18,7 +18,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -27,6 +27,7 @@ import xxhash
 from ckpt.errors import ExistsError
 from ckpt.placing import remove
 from ckpt.sources import Source
+from ckpt.stores.request_errors import explained_on_disk
 from formats.file_plan import FilePlan, Late
 from formats.outgoing import OutgoingTensor
 from formats.storage import FileWriter, Writer
@@ -74,26 +75,29 @@ class Journal:
         Raises:
             ExistsError: another process converts into the folder.
         """
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder.with_suffix(".journal")
-        with path.open("a+", encoding="utf-8") as file:
-            if not _is_locked(file) or not _has_name(file, path):
-                raise ExistsError(
-                    f"{folder}: another process resumes this conversion; wait for it, or end it"
-                )
-            done = _complete(folder, file, identity)
-            kept = {name.partition("/")[0] for name in done}
-            for other in folder.iterdir():
-                if other.name not in kept:
-                    remove(other)
-            file.seek(0)
-            file.truncate()
+        with ExitStack() as stack:
+            with explained_on_disk("opening the journal of this conversion,", str(path)):
+                folder.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(path.open("a+", encoding="utf-8"))
+                if not _is_locked(file) or not _has_name(file, path):
+                    raise ExistsError(
+                        f"{folder}: another process resumes this conversion; wait for it, or end it"
+                    )
+                done = _complete(folder, file, identity)
+                kept = {name.partition("/")[0] for name in done}
+                for other in folder.iterdir():
+                    if other.name not in kept:
+                        remove(other)
+                file.seek(0)
+                file.truncate()
             journal = cls(folder, file, done)
             journal._append([identity])
             for name, content in done.items():
                 journal._append([name, *content])
             yield journal
-            path.unlink()
+            with suppress(OSError):  # the result is at its place
+                path.unlink()
 
     def writer(self, writer: Writer) -> Writer:
         """Returns a writer whose complete files get a line in the journal."""
@@ -105,12 +109,15 @@ class Journal:
 
     def add(self, name: str) -> None:
         """Notes a file that is complete and on the disk."""
-        self._append([name, *_size_and_digest(self._folder / name)])
+        with explained_on_disk("reading", str(self._folder / name)):
+            content = _size_and_digest(self._folder / name)
+        self._append([name, *content])
 
     def _append(self, line: list[object]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with explained_on_disk("writing", self._file.name):
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
 
 class _JournalWriter:

@@ -37,7 +37,7 @@ from ckpt.stores.local_store import LocalStore
 from ckpt.stores.read_only import check_writable
 from ckpt.stores.store import Store, split_url
 from ckpt.transfer.bases import bases_used, check_unused, folder_beside
-from ckpt.transfer.commit import check_no_link, check_no_other, commit, now
+from ckpt.transfer.commit import check_no_link, check_no_other, commit, is_not_there, now
 from ckpt.transfer.replica_hashes import WAYS, ReplicaHashes, Replicas, named
 from ckpt.transfer.write_job import Compress, WriteJob
 from ckpt.version import __version__
@@ -305,7 +305,9 @@ def finish(
         records, attempt = _told_to_hosts(ranks, attempt, records)
     if ranks.rank == 0 or ranks.global_rank == min(attempt.options.host, default=0):
         _, failure = result_or_error(lambda: write_manifest(store, attempt, records))
-    # From here on the manifest may exist, so the files stay after a failure.
+        if failure is not None and not attempt.options.host:
+            _clear_uncommitted(store, attempt, records, failure)
+    # From here on the manifest may exist, so no other rank removes its file after a failure.
     try:
         ranks.agree("committing", failure)
     except NotOwnerError:
@@ -318,6 +320,22 @@ def finish(
             raise
         said = f"{failed.message}; look whether there is a manifest"
         raise RankError("committing", failed.rank, failed.error, said) from failed
+
+
+def _clear_uncommitted(
+    store: Store, attempt: SaveAttempt, records: Sequence[bytes], failure: Exception
+) -> None:
+    """Removes the files of all ranks after a failed commit, if no manifest will have their names.
+
+    A full disk needs the space.
+    """
+    if is_not_there(store, f"{attempt.attempt_id:016x}", failure):
+        with suppress(OSError):
+            for rank, record in enumerate(records):
+                if record:
+                    store.delete(attempt.file_of(rank))
+            if attempt.is_new:
+                store.remove_if_empty()
 
 
 def _clear_refused(store: Store, attempt: SaveAttempt) -> None:

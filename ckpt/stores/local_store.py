@@ -8,13 +8,17 @@ Rules:
    wins.
 3. Reads are `pread`s of exact ranges into the caller's memory.
 4. The disk starts to write while more data comes, so that the final flush is short.
-5. Once a file has its name it is there, whatever a close or the removal of its other name says.
-6. A file whose size or content was read stays the same file while `OpenFiles` keeps it open, even
+5. Once a file has its name it is there, whatever the call that gave it, a close or the removal of
+   its other name says. A folder that cannot be flushed afterwards is an UnflushedError.
+6. An error of the operating system is a StoreError with path and remedy. For a path that is not
+   there, a read raises Python's FileNotFoundError, and a listing has no files.
+7. A file whose size or content was read stays the same file while `OpenFiles` keeps it open, even
    if another process replaces it: its size and its content always match.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import re
@@ -26,8 +30,9 @@ from pathlib import Path
 
 from ckpt.errors import ExistsError, StoreError
 from ckpt.stores.capabilities import StoreCapabilities, Unfinished
-from ckpt.stores.local_writer import IO_VECTORS, LocalFileWriter
+from ckpt.stores.local_writer import IO_VECTORS, LocalFileWriter, close_descriptor
 from ckpt.stores.open_files import OpenFiles
+from ckpt.stores.request_errors import UnflushedError, disk_error, explained_on_disk
 from formats.errors import CorruptError, SizeError, TooLargeError
 from formats.folders import is_shard
 from formats.native.manifest import MANIFEST
@@ -36,8 +41,12 @@ from formats.storage import LOCAL_READ_BYTES
 PART_SUFFIX = ".part"
 _PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.part", re.DOTALL)
 """The name of a partly written file."""
-NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-"""The errors of file systems without hard links. There the store looks just before the rename."""
+NO_HARD_LINKS = (
+    *(errno.EPERM, errno.EACCES, errno.EXDEV, errno.EINVAL, errno.EMLINK),
+    *(errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS),
+)
+"""The errors of file systems that make no hard links. There the store renames the file: without
+`replace` by a call of Linux that replaces nothing, or else it looks just before the rename."""
 
 DISK_S_OWN = "lost+found"
 """The folder at the root of ext4, which only root may read."""
@@ -63,51 +72,40 @@ class LocalStore:
 
     def names(self) -> list[str]:
         """Returns the files directly in the folder, sorted; none if the folder does not exist."""
-        try:
-            with os.scandir(self._folder) as entries:
-                return sorted(entry.name for entry in entries if _says(entry.is_file))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        with self._listed() as entries:
+            return sorted(entry.name for entry in entries if _says(entry.is_file))
 
     def entries(self, folder: str = "") -> list[str]:
         """Returns the files and, with a slash at the end, the folders in it or a sub-folder."""
         found = []
-        try:
-            with os.scandir(self._folder / folder) as entries:
-                for entry in entries:
-                    if _says(entry.is_file):
-                        found.append(entry.name)
-                    elif _says(entry.is_dir) and entry.name != DISK_S_OWN:
-                        found.append(f"{entry.name}/")
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        with self._listed(folder) as entries:
+            for entry in entries:
+                if _says(entry.is_file):
+                    found.append(entry.name)
+                elif _says(entry.is_dir) and entry.name != DISK_S_OWN:
+                    found.append(f"{entry.name}/")
         return sorted(found)
 
     def sizes(self) -> dict[str, int]:
         """Returns the sizes of the files directly in the folder, by name, in one listing."""
         found = {}
-        try:
-            with os.scandir(self._folder) as entries:
-                for entry in entries:
-                    with suppress(FileNotFoundError):  # deleted since the listing
-                        if _says(entry.is_file):
-                            found[entry.name] = entry.stat().st_size
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
+        with self._listed() as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # deleted since the listing
+                    if _says(entry.is_file):
+                        found[entry.name] = entry.stat().st_size
         return dict(sorted(found.items()))
 
     def folders(self) -> list[str]:
         """Returns the folders directly in the folder, sorted."""
-        try:
-            with os.scandir(self._folder) as entries:
-                found = sorted(entry.name for entry in entries if _says(entry.is_dir))
-                return [name for name in found if name != DISK_S_OWN]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        with self._listed() as entries:
+            found = sorted(entry.name for entry in entries if _says(entry.is_dir))
+        return [name for name in found if name != DISK_S_OWN]
 
     def exists(self, name: str) -> bool:
         """Whether the folder has this file."""
-        return (self._folder / name).is_file()
+        with explained_on_disk("looking at", self._shown(name)):
+            return (self._folder / name).is_file()
 
     def size(self, name: str) -> int:
         """Returns the size of a file."""
@@ -116,7 +114,7 @@ class LocalStore:
 
     def modified(self, name: str) -> float:
         """Returns the time of a file's last write, in seconds since 1970 by the disk's clock."""
-        return (self._folder / name).stat().st_mtime
+        return self._status(name).st_mtime
 
     def arrivals(self) -> dict[str, float]:
         """Returns the last change of each file or its entry, by name; "" is the folder itself.
@@ -125,8 +123,8 @@ class LocalStore:
         """
         found = {}
         for name in ("", *self.names()):
-            with suppress(FileNotFoundError):
-                found[name] = _arrived((self._folder / name).stat())
+            with suppress(FileNotFoundError, NotADirectoryError):
+                found[name] = _arrived(self._status(name))
         return found
 
     def unfinished(self) -> list[Unfinished]:
@@ -136,14 +134,13 @@ class LocalStore:
             matched = _PART.fullmatch(part)
             if matched:
                 with suppress(FileNotFoundError):
-                    status = (self._folder / part).stat()
+                    status = self._status(part)
                     found.append(Unfinished(matched[1], _arrived(status), part, status.st_size))
         return found
 
     def abort(self, unfinished: Unfinished) -> None:
         """Removes an unfinished file, if it exists. A process that still writes to it fails."""
-        with suppress(FileNotFoundError):
-            (self._folder / unfinished.upload_id).unlink()
+        self.delete(unfinished.upload_id)
 
     def read_whole(self, name: str, limit: int) -> bytes:
         """Reads all bytes of one version of a file."""
@@ -201,10 +198,12 @@ class LocalStore:
         try:
             try:
                 yield LocalFileWriter(descriptor, self._shown(name), str(part))
-                os.fsync(descriptor)
+                with explained_on_disk("flushing", self._shown(name)):
+                    os.fsync(descriptor)
+                    written = os.fstat(descriptor)
             finally:
-                _close(descriptor)
-            self._give_name(part, name, replace)
+                close_descriptor(descriptor)
+            self._give_name(part, name, replace, written)
             if "/" in name:
                 _flush(part.parent)
             self._files.forget(name)
@@ -215,22 +214,30 @@ class LocalStore:
     def commit(self, name: str, data: bytes, replace: bool) -> None:
         """Writes a small file atomically and flushes the folder (rule 2).
 
-        Raises ExistsError if the file exists, unless `replace`.
+        Raises ExistsError if the file exists, unless `replace`; UnflushedError if it has its name
+        now and the folder cannot be flushed.
         """
         part, descriptor = self._begin(name)
         try:
             try:
                 LocalFileWriter(descriptor, self._shown(name), str(part)).write([data])
-                os.fsync(descriptor)
+                with explained_on_disk("flushing", self._shown(name)):
+                    os.fsync(descriptor)
+                    written = os.fstat(descriptor)
             finally:
-                _close(descriptor)
+                close_descriptor(descriptor)
             self.flush()  # the files that this one names must be durable first
-            self._give_name(part, name, replace)
+            self._give_name(part, name, replace, written)
             self._files.forget(name)
         finally:
             with suppress(OSError):
                 part.unlink()
-        self.flush()
+        try:
+            self.flush()
+        except StoreError as error:
+            raise UnflushedError(
+                f"{self._shown(name)} is there, and may be gone after a loss of power: {error}"
+            ) from error
 
     def hold(self) -> None:
         """Binds `delete` to the folder that is here now, whatever takes its place.
@@ -238,7 +245,8 @@ class LocalStore:
         Raises NotADirectoryError if that is a link or a file, FileNotFoundError without any.
         """
         flags = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)
-        self._held = os.open(self._folder, flags)
+        with explained_on_disk("opening", self.url, or_missing=True):
+            self._held = os.open(self._folder, flags)
 
     def replace_link(self) -> None:
         """Replaces a link at the place of the folder by a real folder with the same checkpoint.
@@ -246,27 +254,36 @@ class LocalStore:
         Files are never changed in place, so hard links to the files behind the link are a copy.
         Where they cannot be made, for example on another disk, only the link is removed.
         """
-        if not self._folder.is_symlink():
-            return
         name = f".{self._folder.name}.{secrets.token_hex(4)}{PART_SUFFIX}"
         real = self._folder.with_name(name)
-        real.mkdir()
-        try:
-            for file in self.names():
-                if file == MANIFEST or is_shard(file):
-                    os.link(os.path.realpath(self._folder / file), real / file)
-            _flush(real)
-        except OSError:
-            shutil.rmtree(real)
-        self._files.close()
-        self._folder.unlink()
-        if real.exists():
-            real.rename(self._folder)
-        _flush(self._folder.parent)
+        with explained_on_disk("looking for a link at", self.url):
+            if not self._folder.is_symlink():
+                return
+        with explained_on_disk("replacing the link by a folder at", self.url):
+            real.mkdir()
+            try:
+                for file in self.names():
+                    if file == MANIFEST or is_shard(file):
+                        os.link(os.path.realpath(self._folder / file), real / file)
+                _flush(real)
+            except OSError:
+                shutil.rmtree(real, ignore_errors=True)
+            self._files.close()
+            behind = os.readlink(self._folder)
+            self._folder.unlink()
+            try:
+                if real.exists():
+                    real.rename(self._folder)
+            except OSError:
+                self._folder.symlink_to(behind)
+                shutil.rmtree(real, ignore_errors=True)
+                raise
+            _flush(self._folder.parent)
 
     def delete(self, name: str) -> None:
         """Removes a file, if it exists."""
-        with suppress(FileNotFoundError):
+        where = self._shown(name)
+        with suppress(FileNotFoundError), explained_on_disk("removing", where, or_missing=True):
             if self._held is None:
                 (self._folder / name).unlink()
             else:
@@ -288,7 +305,7 @@ class LocalStore:
         self._files.close()
         held, self._held = self._held, None
         if held is not None:
-            os.close(held)
+            close_descriptor(held)
 
     def __enter__(self) -> LocalStore:
         return self
@@ -300,54 +317,73 @@ class LocalStore:
         """Returns the name of a file in messages, with the folder as the user gave it."""
         return self._files.shown(name)
 
+    @contextmanager
+    def _listed(self, folder: str = "") -> Iterator[Iterator[os.DirEntry[str]]]:
+        """Opens a listing of the folder, or of one in it. One that is not there has no entries."""
+        with explained_on_disk("listing", self._shown(folder)):
+            try:
+                entries = os.scandir(self._folder / folder)
+            except (FileNotFoundError, NotADirectoryError):
+                yield iter(())
+                return
+            with entries:
+                yield entries
+
+    def _status(self, name: str) -> os.stat_result:
+        """Returns the facts of a file. Raises FileNotFoundError."""
+        with explained_on_disk("looking at", self._shown(name), or_missing=True):
+            return (self._folder / name).stat()
+
     def _begin(self, name: str) -> tuple[Path, int]:
         """Creates the `.part` file of a new file; returns its path and a descriptor."""
         self._make_folder()
         target = self._folder / name
         part = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PART_SUFFIX}")
-        if "/" in name:
-            part.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-        try:
-            return part, os.open(part, flags, 0o666)
-        except FileNotFoundError:  # another process has just removed the empty folder
-            self._make_folder()
-            return part, os.open(part, flags, 0o666)
+        with explained_on_disk("creating", self._shown(name)):
+            if "/" in name:
+                part.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                return part, os.open(part, flags, 0o666)
+            except FileNotFoundError:  # another process has just removed the empty folder
+                self._make_folder()
+                return part, os.open(part, flags, 0o666)
 
-    def _give_name(self, part: Path, name: str, replace: bool) -> None:
+    def _give_name(self, part: Path, name: str, replace: bool, written: os.stat_result) -> None:
         """Gives a finished file its name; without `replace` only if the name is free (rule 2).
 
-        The `.part` name may stay. The caller removes it.
+        `written` has the facts of the file. The `.part` name may stay. The caller removes it.
         """
         target = self._folder / name
-        if replace:
-            os.replace(part, target)
-            return
         try:
-            os.link(part, target)
-        except FileExistsError as error:
-            raise ExistsError(f"{self._shown(name)} exists already") from error
+            if replace:
+                os.replace(part, target)
+            else:
+                _name_if_free(part, target)
         except OSError as error:
-            if error.errno not in NO_HARD_LINKS:
-                raise
-            if os.path.lexists(target):
+            # A network file system may refuse to do again what it did without an answer.
+            with suppress(OSError):
+                if os.path.samestat(os.lstat(target), written):
+                    return
+            if isinstance(error, FileExistsError) and not replace:
                 raise ExistsError(f"{self._shown(name)} exists already") from error
-            os.replace(part, target)
+            raise disk_error("naming", self._shown(name), error) from error
 
     def _make_folder(self) -> None:
         """Creates the folder, and makes its entries in the folders above durable."""
         made, folder = [], self._folder
-        while not folder.exists():
-            made.append(folder)
-            folder = folder.parent
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError) as error:
-            places = (self._folder, *self._folder.parents)
-            there = next(place for place in places if os.path.lexists(place))
-            raise StoreError(
-                f"{there} is no folder, and a checkpoint is one; choose another place"
-            ) from error
+        with explained_on_disk("creating the folder", self.url):
+            while not folder.exists():
+                made.append(folder)
+                folder = folder.parent
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except (FileExistsError, NotADirectoryError) as error:
+                places = (self._folder, *self._folder.parents)
+                there = next(place for place in places if os.path.lexists(place))
+                raise StoreError(
+                    f"{there} is no folder, and a checkpoint is one; choose another place"
+                ) from error
         for folder in made:
             _flush(folder.parent)
 
@@ -376,14 +412,49 @@ def _arrived(status: os.stat_result) -> float:
 
 
 def _flush(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+    with explained_on_disk("flushing", str(folder)):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            close_descriptor(descriptor)
+
+
+def _name_if_free(part: Path, target: Path) -> None:
+    """Gives a file a name. Raises FileExistsError if there is a file of the name."""
     try:
-        os.fsync(descriptor)
-    finally:
-        _close(descriptor)
+        os.link(part, target)
+    except OSError as error:
+        if error.errno not in NO_HARD_LINKS:
+            raise
+        if rename_with(RENAME_NOREPLACE, part, target):
+            return
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target) from error
+        os.replace(part, target)
 
 
-def _close(descriptor: int) -> None:
-    """Closes a descriptor. A failure loses nothing that `fsync` has made durable."""
-    with suppress(OSError):
-        os.close(descriptor)
+RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2  # <linux/fs.h>
+_AT_FDCWD = -100  # <fcntl.h>
+
+
+def rename_with(flag: int, one: Path, other: Path) -> bool:
+    """Renames in one atomic step, on Linux, if the file system can. Returns whether it did.
+
+    With RENAME_NOREPLACE only if nothing has the name `other`; RENAME_EXCHANGE swaps two names.
+    """
+    if _renameat2 is None:
+        return False
+    names = (os.fsencode(one), os.fsencode(other))
+    while _renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], flag):
+        if ctypes.get_errno() != errno.EINTR:
+            return False
+    return True
+
+
+_renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+if _renameat2 is not None:
+    _renameat2.argtypes = (
+        *(ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p),
+        ctypes.c_uint,
+    )

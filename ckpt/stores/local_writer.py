@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+from ckpt.stores.request_errors import explained_on_disk
 from formats.storage import Buffer
 
 IO_VECTORS = 1024
@@ -30,7 +31,7 @@ class LocalFileWriter:
     def write(self, buffers: Iterable[Buffer]) -> None:
         """Appends the buffers, many in one call."""
         waiting = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
-        with _named(self._shown):
+        with explained_on_disk("writing", self._shown):
             for first in range(0, len(waiting), IO_VECTORS):
                 self._written += _write_all(self._descriptor, waiting[first : first + IO_VECTORS])
         if self._written - self._started >= EARLY_BYTES:
@@ -40,7 +41,7 @@ class LocalFileWriter:
     def write_at(self, offset: int, data: Buffer) -> None:
         """Writes the bytes at this place; several threads may do so at the same time."""
         view, at = memoryview(data).cast("B"), offset
-        with _named(self._shown):
+        with explained_on_disk("writing", self._shown):
             while len(view):
                 count = os.pwrite(self._descriptor, view, at)
                 at, view = at + count, view[count:]
@@ -51,7 +52,7 @@ class LocalFileWriter:
     def rewrite_start(self, data: Buffer) -> None:
         """Replaces the first bytes of the file."""
         view, done = memoryview(data).cast("B"), 0
-        with _named(self._shown):
+        with explained_on_disk("writing", self._shown):
             while done < len(view):
                 done += os.pwrite(self._descriptor, view[done:], done)
 
@@ -59,23 +60,20 @@ class LocalFileWriter:
 @contextmanager
 def joined_file(path: str, shown: str) -> Iterator[LocalFileWriter]:
     """Returns a writer of a file that another process has begun; durable if the block succeeds."""
-    descriptor = os.open(path, os.O_RDWR)
+    with explained_on_disk("opening", shown):
+        descriptor = os.open(path, os.O_RDWR)
     try:
         yield LocalFileWriter(descriptor, shown, path)
-        os.fsync(descriptor)
+        with explained_on_disk("flushing", shown):
+            os.fsync(descriptor)
     finally:
+        close_descriptor(descriptor)
+
+
+def close_descriptor(descriptor: int) -> None:
+    """Closes a descriptor. A failure loses nothing that `fsync` has made durable."""
+    with suppress(OSError):
         os.close(descriptor)
-
-
-@contextmanager
-def _named(shown: str) -> Iterator[None]:
-    """Adds the file's name to an error of a descriptor, for example of a full disk."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = shown
-        raise
 
 
 def _write_all(descriptor: int, buffers: list[memoryview]) -> int:

@@ -14,12 +14,18 @@ from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
 
+from ckpt.errors import CkptError
+from ckpt.stores.local_writer import close_descriptor
+from ckpt.stores.request_errors import disk_error
 from formats.errors import CorruptError, GoneError, HostileError
 
 OPEN_FILES = 64
 """The largest number of open files."""
 BAD_SECTOR = (errno.EIO, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN)
 """The errors of a read whose bytes are lost, or have a wrong checksum of the file system."""
+MISSING = (errno.ENOENT, errno.ENOTDIR)
+GONE = (*MISSING, errno.ESTALE)
+"""The errors for a file that is not there any more; ESTALE is that of a network file system."""
 
 
 class OpenFiles:
@@ -44,14 +50,14 @@ class OpenFiles:
             self._forgotten += 1
             descriptor = self._open.pop(name, None)
         if descriptor is not None:
-            os.close(descriptor)
+            close_descriptor(descriptor)
 
     def close(self) -> None:
         """Closes all files; those in use are closed after their read."""
         with self._lock:
             self._forgotten += 1
             while self._open:
-                os.close(self._open.popitem()[1])
+                close_descriptor(self._open.popitem()[1])
 
     def __del__(self) -> None:
         # As Python's own files do, this closes the descriptors of a forgotten store.
@@ -81,7 +87,7 @@ class OpenFiles:
                 if stale is None and len(self._open) > OPEN_FILES:
                     stale = self._open.popitem(last=False)[1]
         if stale is not None:
-            os.close(stale)
+            close_descriptor(stale)
 
 
 class Reading:
@@ -97,19 +103,31 @@ class Reading:
     def __enter__(self) -> int:
         try:
             self._descriptor, self._forgotten = self._files.take(self._name)
-        except FileNotFoundError as error:
-            if self._is_known:
-                raise GoneError(self._files.shown(self._name)) from error
+        except CkptError:
             raise
+        except OSError as error:
+            if error.errno in MISSING and not self._is_known:
+                shown = self._files.shown(self._name)
+                raise FileNotFoundError(error.errno, error.strerror, shown) from error
+            raise self._explained(error) from error
         return self._descriptor
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._files.give_back(self._name, self._descriptor, self._forgotten)
-        if isinstance(error, OSError) and error.errno in BAD_SECTOR:
-            raise CorruptError(
-                f"{self._files.shown(self._name)}: the disk cannot read all of it: "
-                f"{error.strerror}; restore the file from another copy"
-            ) from error
+        if isinstance(error, OSError) and not isinstance(error, CkptError):
+            raise self._explained(error) from error
+
+    def _explained(self, error: OSError) -> Exception:
+        """Returns the error of a failed call: the file is gone, or damaged, or the disk fails."""
+        shown = self._files.shown(self._name)
+        if error.errno in GONE:
+            return GoneError(shown)
+        if error.errno in BAD_SECTOR:
+            return CorruptError(
+                f"{shown}: the disk cannot read all of it: {error.strerror}; restore the file from "
+                "another copy"
+            )
+        return disk_error("reading", shown, error)
 
 
 def _opened(path: Path, shown: str) -> int:

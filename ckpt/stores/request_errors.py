@@ -1,12 +1,14 @@
-"""The errors of requests to an object store that have finally failed."""
+"""The errors of requests to a store that have finally failed: of a disk, of an object store."""
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from errno import ENOENT
 
-from ckpt.errors import ExistsError, StoreError
-from ckpt.stores.driver import PastEndError
+from ckpt.errors import AccessDeniedError, CkptError, ExistsError, StoreError
 from ckpt.stores.retries import VARIABLE, ErrorClass
 from formats.errors import CorruptError
 from sharding.url_secrets import without_secrets
@@ -14,6 +16,80 @@ from sharding.url_secrets import without_secrets
 
 class UnsupportedRequestError(StoreError):
     """The server does not support a request."""
+
+
+class UnflushedError(StoreError):
+    """The file is there under its name, which a loss of power may undo."""
+
+
+_ADVICE = (
+    ((errno.ENOSPC, errno.EDQUOT), "free some space or raise the quota, or choose another disk"),
+    (
+        (errno.EFBIG,),
+        "the disk or `ulimit -f` allows no file of this size: raise the limit, or save elsewhere",
+    ),
+    ((errno.EROFS,), "mount the disk for writing, or choose another place"),
+    (
+        (errno.EACCES, errno.EPERM),
+        "look at the owner and the permissions of this path and of the folders above it",
+    ),
+    (
+        (errno.EMFILE,),
+        "this process has as many open files as it may have: raise `ulimit -n`, or close some",
+    ),
+    ((errno.ENFILE, errno.ENOMEM), "the machine has no more: end other programs, and try again"),
+    ((errno.ENAMETOOLONG,), "choose a shorter path"),
+    (
+        (errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EEXIST, errno.ENOTEMPTY),
+        "look at this path: it has a file, folder or link in the place of another one",
+    ),
+    (
+        (errno.ENOENT, errno.ESTALE),
+        "another program has moved or removed it, or its folder: look at this path, and try again",
+    ),
+    ((errno.EBUSY, errno.ETXTBSY), "another program uses it: end that program, and try again"),
+    (
+        (errno.EIO, errno.ENXIO, errno.ENODEV, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG),
+        "the disk fails: the system's log says more; choose another disk",
+    ),
+    (
+        (errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.EREMCHG),
+        "is the server of this disk up?",
+    ),
+)
+"""The remedies of errors of the operating system."""
+
+
+def disk_error(doing: str, place: str, error: OSError) -> StoreError:
+    """Returns the error that says what failed, at which path, and what to do.
+
+    `doing` is the call as a verb (`writing`). The error keeps the number of the system's error.
+    """
+    number = error.errno or 0
+    said = error.strerror or str(error)
+    remedy = next((advice for numbers, advice in _ADVICE if number in numbers), "try again")
+    denied = number in (errno.EACCES, errno.EPERM)
+    found = (AccessDeniedError if denied else StoreError)(
+        f"{place}: {doing} it failed: {said}; {remedy}"
+    )
+    found.errno = number
+    return found
+
+
+@contextmanager
+def explained_on_disk(doing: str, place: str, or_missing: bool = False) -> Iterator[None]:
+    """Raises StoreError (`disk_error`) in the place of an error of the operating system.
+
+    With `or_missing` the error for a path that is not there passes through.
+    """
+    try:
+        yield
+    except CkptError:
+        raise
+    except OSError as error:
+        if or_missing and isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise
+        raise disk_error(doing, place, error) from error
 
 
 def explained(
@@ -29,6 +105,8 @@ def explained(
         case ErrorClass.MISSING:
             return FileNotFoundError(ENOENT, os.strerror(ENOENT), without_secrets(place))
         case ErrorClass.PAST_END:
+            from ckpt.stores.driver import PastEndError  # a local disk needs no asyncio
+
             return PastEndError(None)
         case ErrorClass.EXISTS:
             return ExistsError(f"{place} exists already")

@@ -9,6 +9,9 @@ Rules:
    the commit, and withdraws its manifest if the base is gone. A delete looks for dependents after
    it has withdrawn the manifest, and restores it if it finds one. The later of the two always sees
    the earlier.
+4. A call that fails before the manifest has its name fails the save, and there is no new
+   checkpoint. After that the checkpoint is complete: a failure is a warning, and what it leaves is
+   for `ckpt.gc`. Until the manifest's name is durable the replaced checkpoint's files stay.
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from warnings import warn
 
-from ckpt.errors import ExistsError, InUseError, StoreError
-from ckpt.stores.store import Store, link_at
+from ckpt.errors import ExistsError, NotDurableWarning, StoreError
+from ckpt.stores.request_errors import UnflushedError
+from ckpt.stores.store import Store, link_at, local_path
 from ckpt.transfer.bases import base_files_beside, check_unused, is_as_it_was
-from formats.errors import FormatError
+from formats.errors import FormatError, GoneError
 from formats.folders import sign_of_another_format
 from formats.limits import current
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, dump
@@ -72,20 +77,26 @@ def commit(
     data = dump(manifest)
     if look is not None:
         look()
-    store.commit(MANIFEST, data, replace=overwrite)
-    if old is not None and not _can_be_read(store, data):
+    is_durable = True
+    try:
+        store.commit(MANIFEST, data, replace=overwrite)
+    except UnflushedError as error:
+        is_durable = False
+        warn(NotDurableWarning(f"{error}; the checkpoint is complete"), stacklevel=2)
+    wrong = "" if old is None else _wrong_with(store, data)
+    if wrong:
         _take_back(store, old)
         raise StoreError(
-            f"{store.url}/{MANIFEST}: the store returns other bytes than were written; the "
-            "checkpoint that was there before is restored: save again, to another disk or bucket"
+            f"{store.url}/{MANIFEST}: {wrong}; the checkpoint that was there before is restored: "
+            "save again, to another disk or bucket"
         )
-    if base is not None and not is_as_it_was(*base, store.options):
+    if base is not None and not _is_there(base, store, old):
         _take_back(store, old)
         raise StoreError(
             f"{store.url}: its base was deleted or replaced during the save; nothing was "
             "committed: save again"
         )
-    if old is not None:
+    if old is not None and is_durable:
         # The new checkpoint exists, so an error here leaves only left-overs. Another save may have
         # borrowed from the old checkpoint meanwhile.
         with suppress(OSError, FormatError):
@@ -116,20 +127,43 @@ def check_no_link(url: str) -> None:
         )
 
 
+def is_not_there(store: Store, attempt: str, error: BaseException) -> bool:
+    """Whether no manifest will ever name the files of an attempt, after an error of its commit.
+
+    A server may still carry out a request that seemed to fail. Only a refusal is certain.
+    """
+    if local_path(store.url) is None and not isinstance(error, ExistsError):
+        return False
+    try:
+        return attempt.encode() not in store.read_whole(MANIFEST, current().manifest_bytes)
+    except FileNotFoundError:
+        return True
+    except (OSError, FormatError):
+        return False
+
+
 def withdraw(store: Store, data: bytes) -> None:
     """Deletes a manifest with these bytes durably, if no checkpoint borrows from its files.
 
     Raises:
         InUseError: a checkpoint borrows from the files. The manifest is in its place.
+        StoreError: the store failed. The manifest is in its place, or the message says that it is
+            gone and its files stay.
     """
     check_unused(store.url, store.options)
     store.delete(MANIFEST)
-    store.flush()
     try:
+        store.flush()
         check_unused(store.url, store.options)
-    except InUseError:
-        with suppress(ExistsError):  # another save has committed meanwhile
+    except (OSError, FormatError) as error:
+        try:
             store.commit(MANIFEST, data, replace=False)
+        except (ExistsError, UnflushedError):  # another save has committed, or it is there again
+            pass
+        except OSError as again:
+            raise StoreError(
+                f"{store.url}: the checkpoint is gone, and its files stay, for `ckpt gc`: {error}"
+            ) from again
         raise
 
 
@@ -140,13 +174,34 @@ def _committed(store: Store) -> bytes | None:
         return None
 
 
-def _can_be_read(store: Store, data: bytes) -> bool:
-    """Whether the manifest has the written bytes, or is a valid one of a later save, or is gone."""
-    found = _committed(store)
+def _wrong_with(store: Store, data: bytes) -> str:
+    """Returns why the manifest cannot be read back; "" if it has the written bytes.
+
+    One of a later save is right too, and none. A store that fails now has confirmed the bytes.
+    """
     try:
-        return found is None or found == data or bool(load(found))
-    except FormatError:
-        return False
+        found = _committed(store)
+    except GoneError:
+        return ""
+    except FormatError as error:
+        return str(error)
+    except OSError:
+        return ""
+    if found is not None and found != data:
+        try:
+            load(found)
+        except FormatError:
+            return "the store returns other bytes than were written"
+    return ""
+
+
+def _is_there(base: tuple[str, str], store: Store, old: bytes | None) -> bool:
+    """As `is_as_it_was`. If nobody can tell, takes the manifest back and raises the error."""
+    try:
+        return is_as_it_was(*base, store.options)
+    except (OSError, FormatError):
+        _take_back(store, old)
+        raise
 
 
 def _take_back(store: Store, old: bytes | None) -> None:
@@ -154,7 +209,8 @@ def _take_back(store: Store, old: bytes | None) -> None:
         store.delete(MANIFEST)
         store.flush()
     else:
-        store.commit(MANIFEST, old, replace=True)
+        with suppress(UnflushedError):
+            store.commit(MANIFEST, old, replace=True)
 
 
 def _check_all_are_seen(store: Store, files: Sequence[ShardFile]) -> Iterable[str]:

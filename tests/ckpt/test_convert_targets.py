@@ -422,7 +422,7 @@ def test_a_link_to_a_folder_is_itself_replaced_and_nothing_stays_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not exchanged:  # as where the system cannot
-        monkeypatch.setattr("ckpt.placing._renameat2", None)
+        monkeypatch.setattr("ckpt.stores.local_store._renameat2", None)
     ckpt.save(out / "real" / "inner", state(3))
     (out / "there").symlink_to("real")
     with pytest.raises(ExistsError, match="overwrite=True"):

@@ -589,7 +589,7 @@ def test_a_file_that_may_not_be_read_any_more_is_named_before_the_target_is_touc
     closed.chmod(0)
     with powerless(folder):
         error, message, said, did = attempt(str(folder))
-    assert error == "PermissionError"
+    assert error == "AccessDeniedError"
     assert str(closed) in message
     assert (said, did) == (set(), set())
     closed.chmod(0o644)
