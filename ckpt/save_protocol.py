@@ -9,6 +9,7 @@ rank 0 has committed. It may run in the background, by connections of its own.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import time
@@ -41,12 +42,22 @@ from ckpt.transfer.commit import check_no_link, check_no_other, commit, is_not_t
 from ckpt.transfer.replica_hashes import WAYS, ReplicaHashes, Replicas, named
 from ckpt.transfer.write_job import Compress, WriteJob
 from ckpt.version import __version__
-from formats.native.manifest import MANIFEST, SAVE_SECONDS, WRITER_KEYS, Base, Manifest
+from formats.native.manifest import (
+    MANIFEST,
+    NONFINITE,
+    SAVE_SECONDS,
+    WRITER_KEYS,
+    Base,
+    Manifest,
+)
 from formats.native.shard import ShardSummary
 from sharding.agreement.connected import ENDED, LATE
 from sharding.agreement.ranks import HASH_BITS, Ranks, result_or_error
 from sharding.errors import ArgumentError, ArgumentTypeError
 from sharding.layout import Mesh
+from sharding.url_secrets import without_secrets
+
+_log = logging.getLogger("ckpt.save")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +76,8 @@ class SaveOptions:
     directly before the commit. Its error forbids the save. A link at the place becomes a folder."""
     mark: int | None = None
     """The first 8 hex digits of its files' names, a number below 2**30; by default random."""
+    counts: bool = False
+    """Whether a background save counts the numbers that are not finite, for the manifest."""
 
     def attempt_id(self) -> int:
         """Returns a new random number below 2**HASH_BITS for an attempt."""
@@ -104,9 +117,9 @@ class SaveAttempt:
         """The name of a rank's shard file."""
         return f"{self.attempt_id:016x}-{self.mesh.rank((rank,)):05d}.safetensors"
 
-    def timed(self, key: str, seconds: float) -> SaveAttempt:
-        """Returns the attempt with a time for the manifest."""
-        metadata = {key: f"{seconds:.3f}", **self.options.metadata}
+    def noted(self, key: str, text: str) -> SaveAttempt:
+        """Returns the attempt with a text of the writer for the manifest."""
+        metadata = {key: text, **self.options.metadata}
         return replace(self, options=replace(self.options, metadata=metadata))
 
     def job(self, url: str, options: Mapping[str, Any]) -> WriteJob:
@@ -114,7 +127,8 @@ class SaveAttempt:
         compress, base = self.options.compress, self.options.base
         rank = self.mesh.rank((self.rank,))
         wanted = {} if base is None else self.described.tensors
-        return WriteJob(url, self.file_name, compress, self.plan, base, rank, wanted, options)
+        how = (compress, self.plan, base, rank, wanted, options, self.options.counts)
+        return WriteJob(url, self.file_name, *how)
 
 
 def agreed_attempt(
@@ -271,14 +285,17 @@ def packed(summary: ShardSummary | None) -> bytes:
         return b""
     s = summary
     sizes = f"{s.size} {s.header_bytes} {s.table_bytes} {s.digest}"
-    return (f"{sizes} {s.used:x} {s.base_digest}" if s.used else sizes).encode()
+    counted = "" if s.nonfinite is None else f" nonfinite={s.nonfinite}"
+    return (f"{sizes} {s.used:x} {s.base_digest}{counted}" if s.used else sizes + counted).encode()
 
 
 def unpacked(record: bytes) -> ShardSummary:
     """Returns the facts that `packed` made into bytes."""
-    size, header, table, digest, *borrowed = record.decode().split()
+    text, _, counted = record.decode().partition(" nonfinite=")
+    size, header, table, digest, *borrowed = text.split()
     used, base_digest = (int(borrowed[0], 16), borrowed[1]) if borrowed else (0, "")
-    return ShardSummary(int(size), int(header), int(table), digest, used, base_digest=base_digest)
+    sizes, count = (int(size), int(header), int(table)), int(counted) if counted else None
+    return ShardSummary(*sizes, digest, used, base_digest=base_digest, nonfinite=count)
 
 
 def finish(
@@ -380,7 +397,12 @@ def write_manifest(store: Store, attempt: SaveAttempt, records: Sequence[bytes])
             used[summary.base_digest] = used.get(summary.base_digest, 0) | summary.used
     base = options.base
     bases = bases_used(store.url, base, used, store.options) if base is not None else ()
-    attempt = attempt.timed(SAVE_SECONDS, now() - attempt.began)
+    attempt = attempt.noted(SAVE_SECONDS, f"{now() - attempt.began:.3f}")
+    if options.counts:
+        count = sum(summary.nonfinite or 0 for summary in summaries.values())
+        attempt = attempt.noted(NONFINITE, str(count))
+        if count:
+            _log.warning("%s: %d numbers are NaN or infinite", without_secrets(store.url), count)
     manifest = manifest_of(attempt, summaries, bases)
     was = None if base is None or not used else (base, next(iter(used)))
     here = [file for file in manifest.files if not options.host or file.rank in options.host]

@@ -80,6 +80,39 @@ BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 BY_TORCH_NAME = {dtype.torch_name: dtype for dtype in DTYPES}
 
 
+_INFINITY = {"F64": 0x7FF << 52, "F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80, "F8_E5M2": 0x7C}
+"""The bits of infinity by the name of a number's dtype: NaN has more, each finite number fewer."""
+_INFINITY |= {"C128": _INFINITY["F64"], "C64": _INFINITY["F32"], "C32": _INFINITY["F16"]}
+_INFINITY |= {"F8_E4M3": 0x7F}  # it has NaN alone
+_ONLY_NAN = {"F8_E4M3FNUZ": 0x80, "F8_E5M2FNUZ": 0x80, "F8_E8M0": 0xFF}
+"""The bits of the one number that is not finite."""
+
+
+def count_nonfinite(data: memoryview, dtype: DType) -> int:
+    """Returns how many numbers in these bytes are NaN or infinite; a complex element has two.
+
+    >>> import struct
+    >>> packed = struct.pack("3e", 1.0, float("-inf"), float("nan"))
+    >>> count_nonfinite(memoryview(packed), BY_NAME["F16"])
+    2
+    """
+    import numpy as np  # a writer that does not count starts without numpy
+
+    size, infinity = dtype.component_bytes, _INFINITY.get(dtype.name)
+    bits = np.frombuffer(data, f"u{size}")
+    if infinity is None:
+        only = _ONLY_NAN.get(dtype.name)
+        return 0 if only is None else int(np.count_nonzero(bits == only))
+    if not bits.size:
+        return 0
+    # As integers the positive numbers are in order, and so are the negative ones without a sign:
+    # two maxima, which make no copy, find whether there is anything to count.
+    sign = 1 << (8 * size - 1)
+    if bits.view(f"i{size}").max() < infinity and bits.max() < sign + infinity:
+        return 0
+    return int(np.count_nonzero((bits & bits.dtype.type(sign - 1)) >= infinity))
+
+
 def dtype_named(name: str, where: str) -> DType:
     """Returns the dtype with this file name. `where` names the file and the tensor in an error."""
     if name not in BY_NAME:

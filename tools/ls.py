@@ -69,6 +69,8 @@ class Row:
     """The program of the run: its command line, git revision, versions and hosts."""
     pins: Sequence[str] = ()
     """The names under which the step of a run is pinned."""
+    nonfinite: int | None = None
+    """How many of its numbers are NaN or infinite, if its save has counted them."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -141,12 +143,18 @@ def _run_lines(rows: Sequence[Row]) -> list[str]:
             "-" if row.age_seconds is None else age(row.age_seconds),
             size(row.bytes),
             printable(row.world_size or "-"),
-            printable(f"{row.state}, pinned: {', '.join(row.pins)}" if row.pins else row.state),
+            printable(_state(row)),
             ", ".join(f"{printable(name)}={value:.6g}" for name, value in row.metrics.items()),
         )
         for row in rows
     ]
     return columns([head, *cells], right=[1, 2, 3, 4])
+
+
+def _state(row: Row) -> str:
+    counted = f", {row.nonfinite} NaN or infinite" if row.nonfinite else ""
+    pinned = f", pinned: {', '.join(row.pins)}" if row.pins else ""
+    return f"{row.state}{counted}{pinned}"
 
 
 def _text(value: object) -> str:
@@ -233,6 +241,7 @@ def _row(url: str, name: str, told: Mapping[str, object] | None) -> Row | None:
     if found is not None and STEP in catalog.metadata:
         said = {"step": found.step, "age_seconds": time.time() - found.time}
         said |= {"metrics": found.metrics, "program": found.program}
+        said |= {"nonfinite": found.nonfinite}
     return Row(
         name,
         catalog.format,

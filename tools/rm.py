@@ -46,8 +46,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="RULES",
         type=keep_of,
         help="delete the checkpoints of runs that none of these rules keeps: last=3, every=1000, "
-        "best=2 with metric=loss and mode=max, younger_than=2d, one_per=1h, joined by commas; the "
-        "newest stays",
+        "best=2 with metric=loss and mode=max, younger_than=2d, one_per=1h, last_finite=1, joined "
+        "by commas; the newest stays",
     )
     parser.add_argument(
         "-n", "--dry-run", action="store_true", help="only list the checkpoints to delete"

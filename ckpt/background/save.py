@@ -102,7 +102,7 @@ class Folder:
 
     def end(self, ranks: Ranks, written: ShardSummary | None, error: Exception | None) -> None:
         """Commits the checkpoint."""
-        attempt = self.attempt.timed(STAGED_SECONDS, self.handle.staged_seconds)
+        attempt = self.attempt.noted(STAGED_SECONDS, f"{self.handle.staged_seconds:.3f}")
         with open_store(self.handle.url, self.options) as store:
             finish(store, ranks, attempt, written, error)
 

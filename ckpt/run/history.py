@@ -27,6 +27,7 @@ from ckpt.newest import BEGAN, ORDER, Committed, committed
 from ckpt.run.retention import RunStep, newest_steps
 from ckpt.stores.store import Options, open_store
 from formats.folders import folder_format
+from formats.native.manifest import NONFINITE
 from sharding.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["RunStep", "run_steps"]
@@ -147,7 +148,9 @@ def run_step(found: Committed) -> RunStep | None:
     said = found.metadata
     metrics, program = metrics_of(said), program_of(said)
     age = found.age
-    return RunStep(step, found.name, age.time, metrics, program, not said, age.order)
+    one = RunStep(step, found.name, age.time, metrics, program, not said, age.order)
+    count = said.get(NONFINITE, "")
+    return replace(one, nonfinite=int(count)) if count.isdecimal() and len(count) < 20 else one
 
 
 class RunCounter:

@@ -11,6 +11,7 @@ Rules:
    metric, or with a metric that is NaN, is never the best.
 5. A damaged checkpoint does not count for any rule, and is not removed.
 6. A pinned checkpoint stays.
+7. A checkpoint whose numbers nobody has counted does not count as finite.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Keep:
 
     Raises ArgumentError for a number below 1, and for `best` without `metric`.
 
-    >>> Keep(last=3, every=1000, best=2, metric="loss")
-    Keep(last=3, every=1000, best=2, metric='loss', mode='min', younger_than=None, one_per=None)
+    >>> Keep(last=3, last_finite=1) == Keep(last=3, last_finite=1, mode="min")
+    True
     """
 
     last: int | None = None
@@ -53,9 +54,12 @@ class Keep:
     """Keeps checkpoints whose save began less than so long ago: in seconds, or as `"1h"`."""
     one_per: float | str | None = None
     """Keeps the first checkpoint of each such time: of each hour, by UTC."""
+    last_finite: int | None = None
+    """Keeps this number of the newest checkpoints whose numbers are all finite, without NaN and
+    infinity. The writer process counts them during each save; training does not wait for it."""
 
     def __post_init__(self) -> None:
-        for name in ("last", "every", "best"):
+        for name in ("last", "every", "best", "last_finite"):
             number = getattr(self, name)
             if number is not None and (type(number) is not int or number < 1):
                 raise ArgumentError(f"Keep({name}={number!r}): give a whole number of at least 1")
@@ -74,7 +78,7 @@ class Keep:
     def keeps_all(self) -> bool:
         """Whether no rule is given."""
         rules = (self.last, self.every, self.best, self.younger_than, self.one_per)
-        return rules == (None,) * len(rules)
+        return (*rules, self.last_finite) == (None,) * (len(rules) + 1)
 
     def is_young(self, seconds: float) -> bool:
         """Whether `younger_than` keeps a checkpoint of this age."""
@@ -111,6 +115,8 @@ class RunStep:
     """The number of the run's start, and that of the save in it; None if no counter tells."""
     pins: tuple[str, ...] = ()
     """The names under which it is pinned."""
+    nonfinite: int | None = None
+    """How many of its numbers are NaN or infinite; None if its save has not counted them."""
 
     @property
     def age(self) -> Age:
@@ -141,6 +147,9 @@ def removable(steps: Sequence[RunStep], keep: Keep, now: float) -> list[RunStep]
     newest = newest_steps(steps)
     kept = {one.name for one in newest[: keep.last or 1]}
     kept |= {one.name for one in steps if one.pins}
+    if keep.last_finite is not None:
+        finite = [one.name for one in newest if one.nonfinite == 0]
+        kept |= {*finite[: keep.last_finite]}
     if keep.every is not None:
         kept |= {one.name for one in steps if one.step % keep.every == 0}
     if keep.younger_than is not None:

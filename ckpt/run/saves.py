@@ -166,6 +166,7 @@ class RunSaves:
             () if tier is None else tier.host,
             self.look(tier),
             None if tier is None else tier.mark,
+            tier is None and self._keep.last_finite is not None,
         )
         self._saved = (step, tier)
         try:

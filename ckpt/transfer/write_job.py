@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from ckpt.plan.save_plan import SavePlan, WriteItem
 from ckpt.stores.store import Store, open_store
 from ckpt.transfer.bases import opened_base
 from formats.catalog import TensorRef, Tree
-from formats.dtypes import dtype_named
+from formats.dtypes import count_nonfinite, dtype_named
 from formats.native.borrowed import Lent
 from formats.native.manifest import Manifest, StoredTensor, dump
 from formats.native.manifest_loader import load
@@ -53,6 +53,8 @@ class WriteJob:
     """All tensors in their stored layouts; empty without a base."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """The driver's options; never shown, because they may have secrets."""
+    counts: bool = False
+    """Whether to count the numbers that are not finite; only for staged memory."""
 
 
 def write(
@@ -78,14 +80,17 @@ def write_staged(job: WriteJob, data: memoryview, advance: Callable[[int], None]
 
     `advance` is called with the number of bytes done so far; an exception of it ends the writing.
     """
+    found: dict[str, int] | None = {} if job.counts else None
     tensors = [
-        OutgoingTensor(item.name, item.shape, item.dtype, _stream(data, item, advance), stable=True)
+        OutgoingTensor(
+            item.name, item.shape, item.dtype, _stream(data, item, advance, found), stable=True
+        )
         for item in job.plan.items
     ]
     with open_store(job.url, job.options) as store:
         summary = write(job, store, tensors)
         advance(job.plan.nbytes)
-        return summary
+        return summary if found is None else replace(summary, nonfinite=sum(found.values()))
 
 
 def _base_chunks(job: WriteJob) -> Lent | None:
@@ -97,14 +102,22 @@ def _base_chunks(job: WriteJob) -> Lent | None:
 
 
 def _stream(
-    data: memoryview, item: WriteItem, advance: Callable[[int], None]
+    data: memoryview,
+    item: WriteItem,
+    advance: Callable[[int], None],
+    found: dict[str, int] | None = None,
 ) -> Callable[[], Iterator[memoryview]]:
+    """Returns the stream of an item's bytes; `found` gets its count of numbers not finite."""
     lo, hi = item.offset, item.offset + item.nbytes
 
     def blocks() -> Iterator[memoryview]:
+        count = 0
         for at in range(lo, hi, STEP_BYTES):
             advance(at)
-            yield data[at : min(at + STEP_BYTES, hi)]
+            block = data[at : min(at + STEP_BYTES, hi)]
+            if found is not None:  # here, because the hash of the block follows: it is in the cache
+                found[item.name] = count = count + count_nonfinite(block, item.dtype)
+            yield block
 
     return blocks
 

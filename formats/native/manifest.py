@@ -85,7 +85,9 @@ SAVE_SECONDS = "save_seconds"
 """The writer's key for the time from the call of a save to its commit, by rank 0's clock."""
 STAGED_SECONDS = "staged_seconds"
 """The same for the time until rank 0 had copied the state, in a background save."""
-WRITER_KEYS = ("ckpt", "torch", "world_size", "time", SAVE_SECONDS, STAGED_SECONDS)
+NONFINITE = "nonfinite"
+"""The same for the count of numbers that are NaN or infinite, if the save has counted them."""
+WRITER_KEYS = ("ckpt", "torch", "world_size", "time", SAVE_SECONDS, STAGED_SECONDS, NONFINITE)
 """The keys of the writer. Other keys under `writer` are the user's metadata."""
 
 

@@ -65,6 +65,8 @@ class ShardSummary:
     borrowed_bytes: int = 0
     base_digest: str = ""
     """The digest of the base's manifest at that time; empty if the file borrows nothing."""
+    nonfinite: int | None = None
+    """How many of its numbers are NaN or infinite; None if nobody has counted."""
 
     def named(self, name: str, rank: int) -> ShardFile:
         """Returns the manifest's entry of the file."""

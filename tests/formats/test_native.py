@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import ckpt
 from formats.catalog import TensorRef, Tree
-from formats.dtypes import BY_NAME, DTYPES, DType
+from formats.dtypes import BY_NAME, DTYPES, DType, count_nonfinite
 from formats.errors import FormatError
 from formats.native import codec, shard, shard_writer, streaming
 from formats.native.manifest import Manifest, ShardFile, StoredTensor, dump
@@ -404,3 +404,28 @@ def test_the_bytes_of_a_shard_depend_neither_on_batches_nor_on_threads(
         files.append((bytes(file.data), summary))
     assert files[0] == files[1] == files[2]
     assert b"".join(blocks) in files[0][0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers_that_are_not_finite_are_counted_as_torch_counts_them(dtype: DType) -> None:
+    kind = getattr(torch, dtype.torch_name, None)
+    if kind is None:
+        pytest.skip("this torch lacks the dtype")
+    size = dtype.component_bytes
+    if size <= 2:  # every pattern of bits
+        raw = np.arange(1 << (8 * size), dtype=f"u{size}").tobytes()
+    else:
+        specials = np.array([0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan], f"f{size}")
+        raw = np.random.default_rng(0).bytes(4 << 10) + specials.tobytes() * 2
+    each = [False] * (len(raw) // size)
+    if (kind.is_floating_point or kind.is_complex) and not dtype.name.endswith("X2"):
+        given = torch.frombuffer(bytearray(raw), dtype=kind)
+        numbers = torch.view_as_real(given) if kind.is_complex else given
+        wide = numbers if size == 8 else numbers.float()
+        each = (~wide.isfinite()).flatten().tolist()
+        assert any(each)
+    assert count_nonfinite(memoryview(raw), dtype) == sum(each)
+    assert count_nonfinite(memoryview(b""), dtype) == 0
+    for at in range(0, len(each), 1 + len(each) // 512):  # alone, so that no sign hides another
+        one = raw[at * size : (at + 1) * size]
+        assert count_nonfinite(memoryview(one * 4), dtype) == 4 * each[at]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import logging
+import math
 import os
 import signal
 import subprocess
@@ -19,12 +21,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import ckpt
 from ckpt.run.history import metrics_text, step_of
 from ckpt.run.provenance import git_revision
 from ckpt.stores import local_store
 from tests.conftest import RankDied
+from tools.main import main
 
 
 def state_of(value: float) -> dict[str, Any]:
@@ -105,6 +110,51 @@ def test_the_best_checkpoints_stay_by_their_metric(tmp_path: Path) -> None:
     found = ckpt.run_steps(tmp_path)
     assert [one.metrics["lr"] for one in found] == [1.0] * 3
     assert found[0].metrics["loss"] == pytest.approx(0.8)
+
+
+def diverges(folder: str) -> tuple[list[int], list[str]]:
+    """A run whose numbers are finite up to step 3: the steps that stay, and the warnings."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ckpt.save").addHandler(handler)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    part = torch.zeros(20_000, dtype=torch.bfloat16)  # of which each rank writes its own
+    state = {"w": DTensor.from_local(part, mesh, [Shard(0)]), "same": torch.zeros(3), "seen": 0}
+    with ckpt.Checkpointer(folder, every_steps=1, keep=ckpt.Keep(last=2, last_finite=1)) as run:
+        for step in range(1, 7):
+            if step == 4 and dist.get_rank() == 1:
+                part[-5:] = -math.inf
+            if step == 5:
+                state["same"][1] = math.nan
+            run.save(step, state)
+        run.wait_until_finished()
+        steps = run.all_steps()
+    logging.getLogger("ckpt.save").removeHandler(handler)
+    return steps, told
+
+
+def test_the_last_step_whose_numbers_are_all_finite_stays(
+    clusters: Callable[[int], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (steps, told), (_, others) = clusters(2).run(diverges, str(tmp_path))
+    assert steps == [6, 5, 3]
+    assert [one.nonfinite for one in ckpt.run_steps(tmp_path)] == [6, 6, 0]
+    where = [str(tmp_path / f"step-{step}") for step in (4, 5, 6)]
+    told_of = zip(where, (5, 6, 6), strict=True)
+    assert told == [f"{place}: {count} numbers are NaN or infinite" for place, count in told_of]
+    assert others == []
+    assert main(["ls", str(tmp_path)]) == 0
+    assert "complete, 6 NaN or infinite" in capsys.readouterr().out
+    assert main(["rm", str(tmp_path), "--keep", "last_finite=1"]) == 0
+    assert [one.step for one in ckpt.run_steps(tmp_path)] == [6, 3]
+
+
+def test_numbers_are_counted_only_for_the_rule_that_asks(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path, every_steps=1, keep=ckpt.Keep(last=2)) as run:
+        run.save(1, {"w": torch.tensor([math.nan])})
+    assert ckpt.run_steps(tmp_path)[0].nonfinite is None
+    assert "nonfinite" not in (tmp_path / "step-1" / "manifest.json").read_text()
 
 
 def test_a_save_that_fails_is_told_and_counted_and_the_next_step_saves(tmp_path: Path) -> None:

@@ -23,23 +23,27 @@ metrics = st.dictionaries(
 )
 steps = st.lists(
     st.builds(
-        lambda step, time, metrics: RunStep(step, f"step-{step}", time, metrics),
+        lambda step, time, metrics, nonfinite: RunStep(
+            step, f"step-{step}", time, metrics, nonfinite=nonfinite
+        ),
         st.integers(0, 40),
         st.integers(0, 999).map(float),
         metrics,
+        st.sampled_from([None, 0, 0, 7]),
     ),
     max_size=12,
     unique_by=lambda one: one.step,
 )
 numbers = st.none() | st.integers(1, 5)
 policies = st.builds(
-    lambda last, every, best, younger, mode, period: Keep(
-        last, every, best, None if best is None else "loss", mode, younger, period
+    lambda last, every, best, younger, mode, period, finite: Keep(
+        last, every, best, None if best is None else "loss", mode, younger, period, finite
     ),
     *(numbers, numbers, numbers),
     st.none() | st.floats(1, 2_000),
     st.sampled_from(["min", "max"]),
     st.sampled_from([None, 7.5, 300, "20", "2m"]),
+    numbers,
 )
 
 
@@ -59,6 +63,10 @@ def stays(one: RunStep, steps: Sequence[RunStep], keep: Keep) -> bool:
         period = {"20": 20, "2m": 120}.get(str(keep.one_per)) or float(keep.one_per)
         here = [other for other in steps if other.time // period == one.time // period]
         if not any(is_newer(one, other) for other in here):
+            return True
+    if keep.last_finite is not None and one.nonfinite == 0:
+        newer = sum(is_newer(other, one) for other in steps if other.nonfinite == 0)
+        if newer < keep.last_finite:
             return True
     if keep.best is None or math.isnan(one.metrics.get("loss", math.nan)):
         return False
