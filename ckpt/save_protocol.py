@@ -16,16 +16,18 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from warnings import warn
 
 import torch
 
+from ckpt.arguments import DtypeName
 from ckpt.errors import ExistsError, NotOwnerError, RankError, ReplicasWarning, StateError
 from ckpt.last_call import keeps_last
 from ckpt.plan.host_plan import host_layouts
 from ckpt.plan.save_plan import SavePlan, plan_save, stored_layouts
 from ckpt.state.flatten import FlatState, Leaf, flatten
+from ckpt.state.memory import copy_in_range
 from ckpt.state.merged_state import (
     MergedState,
     agree_on_state,
@@ -57,7 +59,14 @@ from sharding.errors import ArgumentError, ArgumentTypeError
 from sharding.layout import Mesh
 from sharding.url_secrets import without_secrets
 
+if TYPE_CHECKING:
+    from ckpt.mapping.casts import Casts
+
 _log = logging.getLogger("ckpt.save")
+
+
+StoredDtypes = DtypeName | torch.dtype | Mapping[str, DtypeName | torch.dtype | None] | None
+"""The dtype of all stored floats, or one for each pattern of names; None leaves them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +87,7 @@ class SaveOptions:
     """The first 8 hex digits of its files' names, a number below 2**30; by default random."""
     counts: bool = False
     """Whether a background save counts the numbers that are not finite, for the manifest."""
+    dtype: StoredDtypes = None
 
     def attempt_id(self) -> int:
         """Returns a new random number below 2**HASH_BITS for an attempt."""
@@ -149,6 +159,8 @@ def agreed_attempt(
     def described() -> FlatState:
         check()
         flat = flatten(state, ranks.mesh)
+        if options.dtype is not None:
+            flat = _cast(flat, options.dtype)
         _last_check(spec_of(flat).tensors, ranks.mesh)
         return flat
 
@@ -156,7 +168,8 @@ def agreed_attempt(
     hashes = ReplicaHashes(options.replicas, ranks.global_rank)
     # Rank 0's manifest names the base from which the other ranks borrow.
     base = None if options.base is None else os.path.basename(options.base.rstrip("/"))
-    arguments = {**(arguments or {}), "replicas": options.replicas, "base": base}
+    how = {"replicas": options.replicas, "base": base, "dtype": str(options.dtype)}
+    arguments = {**(arguments or {}), **how}
     held = agree_on_state(
         ranks,
         "describing the state",
@@ -167,6 +180,8 @@ def agreed_attempt(
         note,
     )
     whole = held.whole
+    if options.dtype is not None:
+        _casts_of(options.dtype).check_all_match([*whole.tensors, *whole.aliases], "ckpt.save")
     _warn_of_values(ranks, held)
     given = _last_hosts(whole.tensors, options.host) if options.host else whole.tensors
     tensors = _last_layouts(given, tuple(_differing(ranks, held, hashes)))
@@ -183,6 +198,45 @@ def agreed_attempt(
         held.note,
     )
     return attempt, list(held.flat.leaves.values())
+
+
+def _casts_of(dtype: StoredDtypes) -> Casts:
+    from ckpt.mapping.casts import Casts  # with the parts of a load, which other saves spare
+
+    given = dtype if isinstance(dtype, Mapping) else {"*": dtype}
+    return Casts.of({k: str(v) if isinstance(v, torch.dtype) else v for k, v in given.items()})
+
+
+def _cast(flat: FlatState, dtype: StoredDtypes) -> FlatState:
+    """Returns a state with its floats in other dtypes, as copies.
+
+    Raises ArgumentError for a dtype or pattern without meaning, and for one dtype of a state with
+    an optimizer: it would round the counts of steps. Raises UnsupportedError for a number beyond
+    the range of its new dtype.
+    """
+    from ckpt.mapping.casts import FLOATS
+
+    if not isinstance(dtype, Mapping) and flat.optimizers:
+        raise ArgumentError(
+            f"dtype={str(dtype)!r} would round the state of the optimizer at "
+            f"{next(iter(flat.optimizers))!r}, also its counts of steps; leave it out of the "
+            f"state, or give patterns, as dtype={{'model.*': {str(dtype)!r}}}"
+        )
+    casts = _casts_of(dtype)
+    for alias, name in flat.aliases.items():
+        if casts.of_name(alias) != casts.of_name(name):
+            raise ArgumentError(
+                f"dtype: {alias} and {name} are one tensor, and get two dtypes; name both alike"
+            )
+    leaves = {}
+    for name, leaf in flat.leaves.items():
+        to = casts.of_name(name) if leaf.dtype.name in FLOATS else None
+        if to is not None and to != leaf.dtype:
+            local = torch.empty_like(leaf.local, dtype=getattr(torch, to.torch_name))
+            copy_in_range(name, leaf.local, local, "store it in another dtype=")
+            leaf = leaf._replace(dtype=to, local=local, given=local)
+        leaves[name] = leaf
+    return replace(flat, leaves=leaves)
 
 
 # A training saves the same tensors again and again.

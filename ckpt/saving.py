@@ -22,7 +22,14 @@ from ckpt.background.save_handle import SaveHandle
 from ckpt.background.staging import When
 from ckpt.errors import BusyError, RankError
 from ckpt.garbage import collected_later
-from ckpt.save_protocol import SaveAttempt, SaveOptions, agreed_attempt, check_options, finish
+from ckpt.save_protocol import (
+    SaveAttempt,
+    SaveOptions,
+    StoredDtypes,
+    agreed_attempt,
+    check_options,
+    finish,
+)
 from ckpt.state.flatten import Leaf
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.store import Options, Store, absolute, local_path, open_store
@@ -50,6 +57,7 @@ def save(
     metadata: Mapping[str, str] | None = None,
     base: str | os.PathLike[str] | None = None,
     replicas: Replicas = "sample",
+    dtype: StoredDtypes = None,
     group: Group = None,
     progress: Progress | None = None,
     blocking: Literal[False],
@@ -70,6 +78,7 @@ def save(
     metadata: Mapping[str, str] | None = None,
     base: str | os.PathLike[str] | None = None,
     replicas: Replicas = "sample",
+    dtype: StoredDtypes = None,
     group: Group = None,
     progress: Progress | None = None,
     blocking: bool = True,
@@ -89,6 +98,7 @@ def save(
     metadata: Mapping[str, str] | None = None,
     base: str | os.PathLike[str] | None = None,
     replicas: Replicas = "sample",
+    dtype: StoredDtypes = None,
     group: Group = None,
     progress: Progress | None = None,
     blocking: bool = True,
@@ -125,6 +135,9 @@ def save(
         replicas: how the ranks compare a tensor's replicas. "sample": by a sample of the bytes. If
             they differ, the lowest rank's tensor is stored, and rank 0 gives a ReplicasWarning that
             names the tensor. "check": by every byte. A difference is an error.
+        dtype: the dtype in which floats of 16 bits and more are stored, or one for each pattern of
+            names, as `{"model.*": "bfloat16"}`; the first pattern that matches counts. The state
+            itself stays as it is, and the casts take memory until they are written.
         progress: called with numbers of bytes as this rank writes them; in a background save by
             another thread.
         blocking: whether to return only once the checkpoint exists.
@@ -141,6 +154,7 @@ def save(
 
     Raises:
         ArgumentError: an option does not have such a value, or the state stands before the URL.
+        UnsupportedError: a number is beyond the range of its `dtype`.
         StateError: a value cannot be stored (the error names its key path), the ranks' states
             contradict each other, or checked replicas differ. Nothing was written.
         ExistsError: a checkpoint of any format is at `url`, and `overwrite` is False. InUseError, a
@@ -164,6 +178,7 @@ def save(
             metadata or {},
             None if base is None else os.fspath(base),
             replicas,
+            dtype=dtype,
         ),
         group,
         progress,

@@ -23,6 +23,7 @@ from ckpt.arguments import CastingRule
 from ckpt.background.staging import COPIED, When
 from ckpt.errors import (
     ArgumentError,
+    CkptError,
     ClosedError,
     ExistsError,
     MisuseError,
@@ -48,8 +49,9 @@ from ckpt.run.local_tier import LocalOptions, LocalTier, local_options
 from ckpt.run.memory_tier import Memory, MemoryTier
 from ckpt.run.preemption import PreemptionSignals
 from ckpt.run.retention import Keep, best_first
-from ckpt.run.saves import RunSaves, SaveArguments, checked_metadata
+from ckpt.run.saves import LastGiven, RunSaves, SaveArguments, checked_metadata
 from ckpt.run.schedule import Schedule, next_exchange
+from ckpt.save_protocol import StoredDtypes
 from ckpt.state.patterns import Rename
 from ckpt.stores.store import Options, absolute
 from ckpt.transfer.replica_hashes import Replicas
@@ -62,6 +64,9 @@ if TYPE_CHECKING:
     from sharding.agreement.ranks import Group
 
 __all__ = ["Checkpointer"]
+
+EXCEPTION_SECONDS = 30.0
+"""The time that a rank waits for the others after an exception, if there is no deadline."""
 
 
 class Checkpointer:
@@ -104,6 +109,7 @@ class Checkpointer:
         storage_options: Options = None,
         timeout: float = TIMEOUT_SECONDS,
         read_only: bool = False,
+        save_on_exception: bool = False,
     ) -> None:
         """All ranks of `group` call this, with equal arguments. Writes no file.
 
@@ -129,10 +135,14 @@ class Checkpointer:
                 `reached_preemption()` is True. Ranks agree on the step within about a second. If
                 the loop goes on without asking, the signal has its usual effect: the processes end.
                 The same signal a second time ends a process at once.
-            deadline: seconds that the save after a signal may take.
+            deadline: seconds that the save after a signal or an exception may take.
             timeout: the most seconds that a rank waits for another.
             read_only: for an evaluator beside the training: restores and lists, in any thread.
                 Handles no signals, saves and removes nothing, and has no `local` and `memory`.
+            save_on_exception: an exception that leaves the `with` block saves the state of the last
+                call of `save`, due or not, unless an optimizer has begun a step since. Other ranks
+                must leave by an exception too, within `deadline` or 30 seconds; else nothing is
+                saved (docs/runs.md).
 
         Raises:
             ArgumentError: an argument is wrong.
@@ -164,8 +174,13 @@ class Checkpointer:
         self._saves = RunSaves(self._arguments, self._ranks, self._keep, self._failures)
         self._is_restored = self._is_closed = False
         self._is_read_only = self._saves_nothing = read_only
+        self._saves_on_exception = save_on_exception and not read_only
+        self._given: LastGiven | None = None
+        """The state to save after an exception, inside of the `with` block."""
         self._preempted_by: int | None = None
         """The signal that the ranks have agreed on."""
+        self._is_ending = False
+        """Whether an exception has ended the loop."""
         self._is_asked = False
         """Whether the program has asked about the signal, and so ends its loop itself."""
         self._decided: tuple[int, bool] | None = None
@@ -176,7 +191,7 @@ class Checkpointer:
         """The time when the last save began."""
         self._local: LocalTier | None = None
         self._memory: MemoryTier | None = None
-        how = (blocking, staging, compress, replicas, on_failure, memory)
+        how = (blocking, staging, compress, replicas, on_failure, memory, save_on_exception)
         arguments = (self.url, self._keep, self._schedule, how, local_every_steps, local_keep)
         try:
             options = local_options(local, local_every_steps, local_keep, self.url)
@@ -206,6 +221,8 @@ class Checkpointer:
         return self._failures.count
 
     def __enter__(self) -> Checkpointer:
+        if self._saves_on_exception and self._given is None and not self._is_closed:
+            self._given = LastGiven()
         return self
 
     def __exit__(
@@ -218,7 +235,10 @@ class Checkpointer:
             self.close()
             return
         try:
-            self._close(is_over=False)
+            try:
+                self._save_after(error)
+            finally:
+                self._close(is_over=False)
         except Exception as also:
             warn(f"{self.url}: {type(also).__name__}: {also}", SaveFailedWarning, stacklevel=2)
 
@@ -230,11 +250,13 @@ class Checkpointer:
         force: bool = False,
         *,
         metadata: Mapping[str, str] | None = None,
+        dtype: StoredDtypes = None,
     ) -> bool:
         """Saves `state` if a checkpoint is due, or with `force`; returns whether it did.
 
         A background save has only begun then. All ranks call this, with rising steps. `metrics` are
-        numbers by name, `metadata` texts beside those of the run; rank 0's are stored.
+        numbers by name, `metadata` texts beside those of the run; rank 0's are stored. `dtype` is
+        that of `ckpt.save`, for a last step of weights alone.
 
         Raises:
             ExistsError: the folder has checkpoints of an earlier run, and `restore` was not called.
@@ -247,6 +269,8 @@ class Checkpointer:
             RankError: another rank failed.
         """
         step = self._checked(step)
+        if self._given is not None:
+            self._given.note(step, state, metrics, metadata, dtype)
         is_due = force or self._is_due(step)
         tier = None if is_due else self._local_due(step)
         memory = self._memory
@@ -282,10 +306,33 @@ class Checkpointer:
             return in_memory
         if tier is None:
             saves.is_retrying, self._began = False, time.monotonic()
-        has_begun = saves.begin(step, state, written, tier, self._preempted_by is not None)
+        is_last = self._preempted_by is not None or self._is_ending
+        has_begun = saves.begin(step, state, written, tier, is_last, dtype)
         if tier is None:
             self._decided = (step, False)
         return has_begun
+
+    def _save_after(self, error: BaseException) -> None:
+        """Saves the last given state after an exception of the loop, if the user wants it.
+
+        An error of ckpt itself has come on all ranks, and would come again.
+        """
+        given, how = self._given, self._arguments
+        if given is None or self._is_closed or isinstance(error, CkptError):
+            return
+        seconds = min(how.timeout, how.deadline or EXCEPTION_SECONDS)
+        ranks = RunRanks(self.url, Ranks(how.group, seconds, "runs"), how.storage_options)
+        step, is_whole = ranks.agree_on_last(given.step, given.is_whole)
+        kind, last = type(error).__name__, self._saves.last_step
+        if step is None or (step == last and not self._saves.is_retrying):
+            return  # no step was given, or the ranks were at different ones, or it is saved
+        if not is_whole:
+            self._ranks.warn(f"step {step} is not saved after {kind}: the next one had begun")
+            return
+        self._is_ending = True
+        metadata, dtype = given.metadata, given.dtype
+        if self.save(step, given.state, given.metrics, True, metadata=metadata, dtype=dtype):
+            self._ranks.warn(f"step {step} is saved after {kind}")
 
     def _local_due(self, step: int) -> LocalTier | None:
         """Returns the tier of this host if a local checkpoint is due at this step."""
@@ -373,6 +420,8 @@ class Checkpointer:
         self._is_restored = True
         restored = found[taken]
         self._saves.last_step, self._decided = restored, None
+        if self._given is not None:
+            self._given.forget()
         self._exchange_at = 0
         self._ranks.log(f"restored step {restored} from {without_secrets(taken)}")
         return restored
@@ -542,6 +591,8 @@ class Checkpointer:
         finally:
             self._is_closed = self._saves_nothing = True
             self._signals.close()
+            if self._given is not None:
+                self._given.close()
             if self._memory is not None:
                 self._memory.close(is_over and is_saved)
 

@@ -160,6 +160,21 @@ class RunRanks:
         _check_same_step(others)
         return StepAgreement(*agreed)
 
+    def agree_on_last(self, step: int | None, is_whole: bool) -> tuple[int | None, bool]:
+        """Returns the step that all ranks gave last, and whether its state is whole on all.
+
+        The step is None if they differ. All ranks call this after an exception of the loop.
+        """
+
+        def join(records: Sequence[bytes]) -> bytes:
+            rows = [json.loads(record) for record in records]
+            is_one = all(row[0] == rows[0][0] for row in rows)
+            return json.dumps([rows[0][0] if is_one else None, all(r[1] for r in rows)]).encode()
+
+        record = [step, is_whole]
+        last, all_whole = self._joined("agreeing after an exception", lambda: record, join)
+        return last, all_whole
+
     def can_save_locally(self, step: int, is_saving: bool) -> bool:
         """Returns whether no rank is saving.
 

@@ -17,8 +17,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from ckpt.background.save_handle import SaveHandle
 from ckpt.background.staging import When
+from ckpt.background.step_hooks import optimizers, runs_hooks
 from ckpt.errors import NotOwnerError
 from ckpt.newest import BEGAN, ORDER
 from ckpt.run.exchange import RunRanks
@@ -29,7 +32,7 @@ from ckpt.run.owner import Ownership
 from ckpt.run.removal import Tidying
 from ckpt.run.retention import Keep
 from ckpt.run.schedule import check_seconds
-from ckpt.save_protocol import SaveOptions
+from ckpt.save_protocol import SaveOptions, StoredDtypes
 from ckpt.saving import save_with
 from ckpt.stores.store import Options
 from ckpt.transfer.replica_hashes import Replicas
@@ -68,6 +71,52 @@ def checked_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
     if own:
         raise ArgumentError(f"metadata has {min(own)!r}, a key of the run's own; take another")
     return metadata
+
+
+class LastGiven:
+    """The state that a loop gave to its last call of `save`, for a save after an exception.
+
+    Weights and optimizers are those of the step until an optimizer begins the next step.
+    """
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self.state: object = None
+        self.metrics: Mapping[str, object] | None = None
+        self.metadata: Mapping[str, str] | None = None
+        self.dtype: StoredDtypes = None
+        self._has_stepped = False
+        self._hook = register_optimizer_step_pre_hook(self._step_begins)
+
+    def note(
+        self,
+        step: int,
+        state: object,
+        metrics: Mapping[str, object] | None,
+        metadata: Mapping[str, str] | None,
+        dtype: StoredDtypes,
+    ) -> None:
+        """Takes the arguments of a call of `save`. A step that saves nothing pays for this."""
+        self.step, self.state, self.metrics = step, state, metrics
+        self.metadata, self.dtype = metadata, dtype
+        self._has_stepped = False
+
+    def forget(self) -> None:
+        """Drops the state."""
+        self.step = self.state = self.metrics = self.metadata = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no optimizer has begun a step, as far as their hooks tell."""
+        return not self._has_stepped and all(map(runs_hooks, optimizers(self.state)))
+
+    def close(self) -> None:
+        """Watches no optimizer any more."""
+        self._hook.remove()
+        self.forget()
+
+    def _step_begins(self, *_: object) -> None:
+        self._has_stepped = True
 
 
 class RunSaves:
@@ -147,15 +196,16 @@ class RunSaves:
         state: object,
         metadata: Mapping[str, str],
         tier: LocalTier | None,
-        is_preempted: bool,
+        is_last: bool,
+        dtype: StoredDtypes,
     ) -> bool:
         """Begins a save to the folder of the run, or of this host; returns False if it fails.
 
-        After a signal the save has a deadline, and the call waits for it.
+        The last save, after a signal or an exception, has a deadline, and the call waits for it.
         """
         how = self._arguments
         seconds = how.timeout
-        if is_preempted and how.deadline is not None:
+        if is_last and how.deadline is not None:
             seconds = min(seconds, how.deadline)
         options = SaveOptions(
             True,
@@ -167,6 +217,7 @@ class RunSaves:
             self.look(tier),
             None if tier is None else tier.mark,
             tier is None and self._keep.last_finite is not None,
+            dtype,
         )
         self._saved = (step, tier)
         try:
@@ -185,7 +236,7 @@ class RunSaves:
         except Exception as error:
             self._failed(error)
             return False
-        if how.blocking or is_preempted:
+        if how.blocking or is_last:
             failures = self._failures.count
             self.settle()
             return self._failures.count == failures

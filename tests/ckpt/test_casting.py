@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import ckpt
 from ckpt.errors import UnsupportedError
@@ -204,3 +207,68 @@ def test_a_number_out_of_range_is_found_in_each_part_of_a_tensor(
     source[lost] = -1e5
     with pytest.raises(UnsupportedError, match="its element -100000 is beyond the range of"):
         copy_in_range("w", source.view(into.shape), into, "load it elsewhere")
+
+
+def test_a_save_stores_floats_in_another_dtype_and_leaves_the_state(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    model.register_buffer("ids", torch.arange(3))
+    model.register_buffer("turned", torch.randn(3, 2).double().T)
+    optim = torch.optim.Adam(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optim.step()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ckpt.save(tmp_path / "all", {"model": model, "lr": 0.1}, dtype=torch.bfloat16)
+    found: Any = ckpt.read(tmp_path / "all")
+    assert found["lr"] == 0.1
+    for name, tensor in before.items():
+        wanted = tensor.bfloat16() if tensor.is_floating_point() else tensor
+        assert found["model"][name].dtype == wanted.dtype
+        assert found["model"][name].equal(wanted)
+        assert model.state_dict()[name].equal(tensor)
+    state = {"model": model, "optim": optim}
+    with pytest.raises(ckpt.ArgumentError, match=r"counts of steps; leave it out.*'model.\*'"):
+        ckpt.save(tmp_path / "some", state, dtype="bfloat16")
+    ckpt.save(tmp_path / "some", state, dtype={"*.weight": "float64", "model.*": "float16"})
+    found = ckpt.read(tmp_path / "some")
+    assert found["model"]["weight"].dtype == torch.float64
+    assert found["model"]["bias"].dtype == torch.float16
+    assert found["optim"]["state"]["bias"]["step"].dtype == torch.float32
+
+
+def test_a_save_refuses_a_dtype_that_loses_a_number_or_has_no_meaning(tmp_path: Path) -> None:
+    tied = torch.ones(2)
+    state = {"a": torch.tensor([1.0, 1e6]), "b": tied, "c": tied}
+    cases: list[tuple[Any, type[Exception], str]] = [
+        ("float16", UnsupportedError, "a: its element 1e\\+06 is beyond the range of float16"),
+        ("int8", ckpt.ArgumentError, "cannot be cast to 'int8'"),
+        ({"x.*": "bfloat16"}, ckpt.ArgumentError, "'x.\\*' matches no name"),
+        ({"b": "bfloat16"}, ckpt.ArgumentError, "c and b are one tensor, and get two dtypes"),
+    ]
+    for dtype, error, told in cases:
+        with pytest.raises(error, match=told):
+            ckpt.save(tmp_path / "a", state, dtype=dtype)
+        assert not (tmp_path / "a").exists()
+
+
+def save_cast(folder: str) -> list[str]:
+    """Ranks with parts of a tensor, names of their own, and different dtypes."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
+    part = DTensor.from_local(torch.full((3,), 1.0 + rank), mesh, [Shard(0)])
+    state = {"w": part, f"stage{rank}": torch.ones(2)}
+    ckpt.save(f"{folder}/a", state, dtype={"w": "bfloat16", "stage1": "float16"})
+    try:
+        ckpt.save(f"{folder}/b", state, dtype="bfloat16" if rank else None)
+    except ckpt.StateError as error:
+        return [str(error)]
+    return []
+
+
+def test_all_ranks_save_in_one_dtype_each_name_of_any_rank(
+    clusters: Callable[[int], Any], tmp_path: Path
+) -> None:
+    told = clusters(2).run(save_cast, str(tmp_path))
+    assert all("different arguments" in text for texts in told for text in texts)
+    assert [len(texts) for texts in told] == [1, 1]
+    found: Any = ckpt.read(tmp_path / "a")
+    assert found["w"].equal(torch.tensor([1.0] * 3 + [2.0] * 3).bfloat16())
+    assert (found["stage0"].dtype, found["stage1"].dtype) == (torch.float32, torch.float16)

@@ -388,3 +388,20 @@ def test_an_evaluator_finds_a_sound_step_at_each_moment_of_the_training(tmp_path
     assert not failed
     assert read == sorted(read)
     assert read[-1] > read[0]
+
+
+def test_a_last_step_of_the_weights_alone_in_another_dtype_is_restored_by_these_words(
+    tmp_path: Path,
+) -> None:
+    state = first_step(tmp_path, built())
+    with ckpt.Checkpointer(tmp_path, every_steps=1) as run:
+        run.restore(state)
+        assert run.save(2, {"model": state["model"]}, force=True, dtype="bfloat16")
+    fresh = built()
+    with ckpt.Checkpointer(tmp_path, read_only=True) as run:
+        with pytest.raises(ckpt.MismatchError, match="dtype='target'"):
+            run.restore({"model": fresh["model"]})
+        assert run.restore({"model": fresh["model"]}, dtype="target") == 2
+        assert fresh["model"].l1.weight.equal(state["model"].l1.weight.bfloat16().float())
+        assert run.restore(fresh, step=1) == 1
+        assert fresh["model"].l1.weight.equal(state["model"].l1.weight)

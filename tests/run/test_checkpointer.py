@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim import optimizer
 
 import ckpt
 from ckpt.run.history import metrics_text, step_of
@@ -548,6 +549,103 @@ def test_a_signal_to_any_rank_is_a_checkpoint_of_one_step_on_all(
     assert 5 <= step < 20
     assert steps == [step]
     assert ckpt.read(tmp_path / f"step-{step}")["step"] == step  # type: ignore[index]
+
+
+def failing_loop(
+    folder: str, error: BaseException, place: str, is_here: bool = True, **options: Any
+) -> tuple[list[float], str]:
+    """A loop that an error ends in step 4: the weights after step 3, and the error that came out.
+
+    Each rank has a copy of the model. Without `is_here` this rank leaves the loop without an error.
+    """
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    optim = torch.optim.Adam(model.parameters())
+    state = {"model": model, "optim": optim, "step": 0}
+    after: list[float] = []
+    try:
+        with ckpt.Checkpointer(folder, save_on_exception=True, **options) as run:
+            for step in range(1, 10):
+                if step == 4 and not is_here:
+                    break
+                model(torch.ones(2)).sum().backward()
+                if step == 4 and place == "before":
+                    raise error
+                optim.step()
+                if step == 4:
+                    raise error
+                state["step"] = step
+                assert run.save(step, state, {"loss": step}) == (place == "saved")
+                after = model.weight.flatten().tolist()
+        return after, ""
+    except BaseException as ended:
+        return after, type(ended).__name__
+
+
+@pytest.mark.parametrize("error", [ValueError("in the loop"), KeyboardInterrupt(), SystemExit(1)])
+def test_an_exception_of_the_loop_saves_the_last_step_if_no_optimizer_has_begun_another(
+    tmp_path: Path, error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    hooks = len(optimizer._global_optimizer_pre_hooks)
+    weights, ended = failing_loop(str(tmp_path / "a"), error, "before")
+    assert ended == type(error).__name__
+    model = torch.nn.Linear(2, 1)
+    state = {"model": model, "optim": torch.optim.Adam(model.parameters()), "step": 0}
+    with ckpt.Checkpointer(tmp_path / "a") as run:
+        assert run.restore(state) == 3
+    assert (state["step"], model.weight.flatten().tolist()) == (3, weights)
+    assert ckpt.run_steps(tmp_path / "a")[0].metrics == {"loss": 3.0}
+    assert f"step 3 is saved after {ended}" in caplog.text
+    assert failing_loop(str(tmp_path / "b"), error, "after")[1] == ended
+    assert f"step 3 is not saved after {ended}: the next one had begun" in caplog.text
+    assert not (tmp_path / "b").exists()
+    assert failing_loop(str(tmp_path / "c"), error, "saved", every_steps=1)[1] == ended
+    assert [one.step for one in ckpt.run_steps(tmp_path / "c")] == [3, 2, 1]
+    assert len(optimizer._global_optimizer_pre_hooks) == hooks
+
+
+def test_an_optimizer_whose_steps_nobody_hears_of_is_not_saved_after_an_exception(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(2, 1)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    optim.step = lambda closure=None: None  # type: ignore[method-assign, assignment]
+
+    def loop() -> None:
+        with ckpt.Checkpointer(tmp_path, save_on_exception=True) as run:
+            run.save(1, {"model": model, "optim": optim})
+            raise ValueError("in the loop")
+
+    with pytest.raises(ValueError, match="in the loop"):
+        loop()
+    assert "step 1 is not saved" in caplog.text
+    assert ckpt.run_steps(tmp_path) == []
+
+
+def fail_on(folder: str, ranks: list[int]) -> tuple[list[float], str, list[str]]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        is_here = dist.get_rank() in ranks
+        weights, ended = failing_loop(folder, ValueError(), "before", is_here, deadline=0.5)
+    dist.barrier()
+    if not is_here:  # this rank hears of it in its next call
+        with pytest.raises(ckpt.RankError, match="agreeing after an exception"):
+            ckpt.Checkpointer(folder)
+    return weights, ended, [str(one.message) for one in told]
+
+
+def test_an_exception_on_all_ranks_saves_and_one_on_a_single_rank_waits_for_none(
+    clusters: Callable[[int], Any], tmp_path: Path
+) -> None:
+    answers = clusters(2).run(fail_on, str(tmp_path / "all"), [0, 1])
+    assert [answer[1:] for answer in answers] == [("ValueError", [])] * 2
+    assert [one.step for one in ckpt.run_steps(tmp_path / "all")] == [3]
+    assert ckpt.read(tmp_path / "all" / "step-3")["step"] == 3  # type: ignore[index]
+    (_, fine, _), (_, ended, told) = clusters(2).run(fail_on, str(tmp_path / "one"), [1])
+    assert (fine, ended) == ("", "ValueError")
+    assert len(told) == 1
+    assert "rank 0" in told[0]
+    assert ckpt.run_steps(tmp_path / "one") == []
 
 
 def unasked(folder: str, told: int) -> None:
