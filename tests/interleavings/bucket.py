@@ -1,0 +1,206 @@
+"""A bucket in memory, as a driver of the product's own object store. Each request is a call.
+
+Its `conditions` are those of a server: it honours `If-None-Match`, or refuses it, or ignores it in
+silence. A listing has pages of `PAGE` names and is no snapshot over pages. Three things may happen
+to a write, if the policy so chooses:
+
+- "answered": it is carried out, and the client hears of it;
+- "unheard": it is carried out, and the answer is lost, so that the client sends it again;
+- "late": the client gives up, and it is carried out later, or twice: a request in the network is
+  an actor of its own.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from ckpt.errors import ExistsError
+from ckpt.stores.capabilities import StoreCapabilities, Unfinished
+from ckpt.stores.driver import ObjectInfo, PartLimits, PastEndError
+from ckpt.stores.retries import ErrorClass
+from tests.interleavings.scheduler import Call, Scheduler, current
+
+SCHEME = "interleaved"
+PAGE = 2
+
+
+class Conditions(Enum):
+    """How a server treats the condition that a file does not exist."""
+
+    HONOURED = "honoured"
+    REFUSED = "refused"
+    IGNORED = "ignored"
+
+
+class Unheard(TimeoutError):
+    """No answer has come."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An object."""
+
+    data: bytes
+    modified: float
+
+
+class Bucket:
+    """The objects of a bucket by path, and the requests of one run."""
+
+    capabilities = StoreCapabilities(
+        put_if_absent=None, atomic_replace=True, hides_unfinished=True, durable=True
+    )
+    part_limits = PartLimits(1 << 20, 10_000)
+    holds_answers = False
+
+    def __init__(
+        self,
+        scheduler: Callable[[], Scheduler | None],
+        changed: Callable[[str, str], None],
+        clock: Callable[[], float],
+        conditions: Conditions = Conditions.HONOURED,
+    ) -> None:
+        self.objects: dict[str, Stored] = {}
+        self.is_late = False
+        """Whether the network may carry out a request late."""
+        self._scheduler, self._changed, self._clock = scheduler, changed, clock
+        self._conditions = conditions
+        self._late = 0
+
+    def files(self) -> dict[str, bytes]:
+        """The contents of the objects by path."""
+        return {path: one.data for path, one in self.objects.items()}
+
+    def server(self) -> str:
+        """Each process learns for itself whether the server honours conditions."""
+        actor = current()
+        return f"server of {actor.process.name if actor else 'nobody'} {id(self)}"
+
+    def list_folder(self, folder: str) -> list[ObjectInfo]:
+        prefix, reached = f"{folder.rstrip('/')}/", ""
+        found: dict[str, ObjectInfo] = {}
+        while True:
+            self._before("LIST more of" if reached else "LIST", folder, {prefix})
+            names = sorted(
+                {
+                    path[len(prefix) :].partition("/")[0] + "/" * ("/" in path[len(prefix) :])
+                    for path in self.objects
+                    if path.startswith(prefix)
+                }
+            )
+            page = [name for name in names if name > reached][:PAGE]
+            for name in page:
+                one = self.objects.get(prefix + name)
+                found[name] = (
+                    ObjectInfo(name, True, len(one.data), one.modified)
+                    if one is not None
+                    else ObjectInfo(name.rstrip("/"), False, 0, 0.0)
+                )
+            if len(page) < PAGE:
+                return list(found.values())
+            reached = page[-1]
+
+    def head(self, path: str) -> ObjectInfo:
+        one = self._read("HEAD", path)
+        return ObjectInfo(path.rpartition("/")[2], True, len(one.data), one.modified)
+
+    def get(self, path: str, limit: int) -> bytes | int:
+        data = self._read("GET", path).data
+        return len(data) if len(data) > limit else data
+
+    def get_range(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
+        data = memoryview(self._read("GET", path).data)
+        if len(data) < offset + sum(len(target) for target in targets):
+            raise PastEndError(len(data))
+        for target in targets:
+            target[:] = data[offset : offset + len(target)]
+            offset += len(target)
+        return len(data)
+
+    def put(self, path: str, data: memoryview) -> None:
+        self._write("PUT", path, bytes(data), False)
+
+    def put_if_absent(self, path: str, data: memoryview) -> None:
+        if self._conditions is Conditions.REFUSED:
+            self._before("PUT", f"{path} if absent")
+            raise OSError(errno.ENOSYS, "not implemented")
+        self._write("PUT", path, bytes(data), self._conditions is Conditions.HONOURED)
+
+    def delete(self, path: str) -> None:
+        self._write("DELETE", path, None, False)
+
+    def list_multipart(self, folder: str) -> list[Unfinished]:
+        """Small files are no uploads in parts."""
+        return []
+
+    def abort_multipart(self, path: str, upload_id: str) -> None:
+        raise NotImplementedError
+
+    def create_multipart(self, path: str) -> str:
+        raise NotImplementedError
+
+    def upload_part(self, path: str, upload_id: str, number: int, data: memoryview) -> Any:
+        raise NotImplementedError
+
+    def complete_multipart(self, path: str, upload_id: str, parts: Sequence[Any]) -> None:
+        raise NotImplementedError
+
+    def delete_folder(self, folder: str) -> None:
+        """A folder is no object."""
+
+    def error_class(self, error: BaseException) -> ErrorClass:
+        if isinstance(error, Unheard):
+            return ErrorClass.PASSING
+        if isinstance(error, PastEndError):
+            return ErrorClass.PAST_END
+        if isinstance(error, FileExistsError | ExistsError):
+            return ErrorClass.EXISTS
+        if isinstance(error, FileNotFoundError):
+            return ErrorClass.MISSING
+        is_unsupported = isinstance(error, OSError) and error.errno == errno.ENOSYS
+        return ErrorClass.UNSUPPORTED if is_unsupported else ErrorClass.LASTING
+
+    def _read(self, name: str, path: str) -> Stored:
+        self._before(name, path, {path})
+        try:
+            return self.objects[path]
+        except KeyError:
+            raise FileNotFoundError(path) from None
+
+    def _write(self, name: str, path: str, data: bytes | None, if_absent: bool) -> None:
+        scheduler, shown = self._scheduler(), f"{path}{' if absent' if if_absent else ''}"
+        above = {f"{path[:at]}/" for at, letter in enumerate(path) if letter == "/"}
+
+        def carry_out() -> None:
+            if scheduler is not None and current() is not None:
+                scheduler.before(Call(name, shown, frozenset(), frozenset({path, *above})))
+            if if_absent and path in self.objects:
+                raise FileExistsError(path)
+            if data is not None:
+                self.objects[path] = Stored(data, self._clock())
+                self._changed("makes", path)
+            elif self.objects.pop(path, None) is not None:
+                self._changed("removes", path)
+
+        outcome = "answered"
+        if scheduler is not None and current() is not None:
+            outcome = scheduler.choose("answered", "unheard", *(("late",) * self.is_late))
+        if scheduler is not None and outcome == "late":
+            self._late += 1
+            # A kill of the process does not end its requests in the network.
+            sender = copy(current().process)  # type: ignore[union-attr]
+            scheduler.add(f"late {name} {self._late}", carry_out, sender).is_request = True
+            raise Unheard
+        carry_out()
+        if outcome == "unheard":
+            raise Unheard
+
+    def _before(self, name: str, place: str, reads: set[str] | None = None) -> None:
+        scheduler = self._scheduler()
+        if scheduler is not None and current() is not None:
+            scheduler.before(Call(name, place, frozenset(reads or ())))

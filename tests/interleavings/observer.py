@@ -1,0 +1,198 @@
+"""The invariants of a run's folder, checked after each change of the store.
+
+1. A manifest names files that are there, in full length: as long as a checkpoint is committed, it
+   is readable. Only a removal that a rule allows, or a newer save of its step, ends it.
+2. From the first commit on, some checkpoint is there at every moment.
+3. A process changes nothing outside of the places that it was given.
+4. A run has one owner. A job of a lower epoch commits only what it looked for before the other job
+   took the run, and removes at most one checkpoint from then on.
+5. A load gives the state of one save that was committed; `latest` gives no step that was saved
+   before the newest one of the moment when it began.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import ckpt
+from ckpt.newest import ORDER, order_of
+from formats.native.manifest import MANIFEST, Manifest
+from formats.native.manifest_loader import load
+from tests.interleavings.simulation import CLOCK_SECONDS, Store, World, here
+
+Order = tuple[int, int]
+_OWNER = re.compile(r"owner-(\d+)\.json")
+_parsed: dict[bytes, Manifest] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Rights:
+    """What a process may do beside adding checkpoints to the run."""
+
+    keep_last: int | None = None
+    """It removes steps that are not among so many newest."""
+    removes: tuple[str, ...] = ()
+    """Folders whose checkpoint it may remove."""
+    writes: str = "run/"
+    """The place in which it makes and removes files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A committed checkpoint."""
+
+    order: Order
+    files: Mapping[str, int]
+    """The sizes of its files by name."""
+    at: int
+    """The number of calls before it."""
+
+
+def state(value: float) -> dict[str, Any]:
+    """A state whose parts all have one value, which no other save has."""
+    return {"a": torch.full((2,), float(value)), "b": torch.full((2,), float(value)), "v": value}
+
+
+@dataclass
+class Observer:
+    """What has happened in one world. `rights` are by the name of the process."""
+
+    store: Store
+    seed: int
+    rights: Mapping[str, Rights] = field(default_factory=dict)
+    has_locks: bool = True
+    """Whether the store lets one of several commits win; else two jobs may own the run."""
+
+    def __post_init__(self) -> None:
+        self.world = World(self.store, self.seed, self.changed)
+        self.committed: dict[str, Commit] = {}
+        self.values: set[float] = set()
+        """The values of all saves that were begun."""
+        self.taken: dict[int, int] = {}
+        """By epoch, the number of calls before the job took the run."""
+        self.widest = 0
+        """The most calls of a job between its last look and a commit that came too late."""
+        self._epochs: dict[str, int] = {}
+        """The epoch of each job that has one."""
+        self.at_end: list[Callable[[], None]] = []
+        """Checks of a story, once all have ended."""
+        self._removed_late: set[str] = set()
+
+    def changed(self, verb: str, path: str) -> None:
+        """Checks the change that the current process has made."""
+        rights = self.rights.get(here().name, Rights())
+        if not f"{path}/".startswith(rights.writes):
+            self.world.fail(f"{here().name} {verb} {path}, outside of {rights.writes}")
+        if not path.startswith("run/"):
+            return
+        folder, _, name = path.removeprefix("run/").partition("/")
+        was = self.committed.get(folder)
+        if name == MANIFEST:
+            if verb == "makes":
+                self._commits(folder)
+            else:
+                self._removes(folder, rights)
+        elif verb == "removes" and was is not None and name in was.files:
+            self.world.fail(f"{here().name} removes {path}, a file of a committed checkpoint")
+        elif verb == "makes" and (owner := _OWNER.fullmatch(folder)):
+            self.taken.setdefault(int(owner[1]), self._now)
+            self._epochs[here().name] = int(owner[1])
+
+    @property
+    def _now(self) -> int:
+        return 0 if self.world.scheduler is None else len(self.world.scheduler.trace)
+
+    def newest(self) -> Order:
+        """The order of the checkpoint that was saved last, of those that are there."""
+        return max((one.order for one in self.committed.values()), default=(0, 0))
+
+    def _commits(self, folder: str) -> None:
+        files = self.world.files()
+        data = files[f"run/{folder}/{MANIFEST}"]
+        manifest = _parsed.get(data) or _parsed.setdefault(data, load(data, folder))
+        sizes = {file.name: file.size for file in manifest.files}
+        for name, size in sizes.items():
+            if len(files.get(f"run/{folder}/{name}", b"")) != size:
+                self.world.fail(f"{here().name} commits {folder} without its file {name}")
+        order = order_of(manifest.writer.get(ORDER, "")) or (0, 0)
+        self.committed[folder] = Commit(order, sizes, self._now)
+        self._check_owner(f"commits {folder}", order[0])
+
+    def _removes(self, folder: str, rights: Rights) -> None:
+        was = self.committed.pop(folder, None)
+        if was is None:
+            return
+        newer = [one for one in self.committed.values() if one.order > was.order]
+        is_old = rights.keep_last is not None and len(newer) >= rights.keep_last
+        if not is_old and folder not in rights.removes:
+            self.world.fail(f"{here().name} removes {folder}, which no rule allows")
+        if not self.committed and folder not in rights.removes:
+            self.world.fail(f"{here().name} removes {folder}, the last checkpoint")
+        if rights.keep_last is not None:
+            self._check_removal(folder)
+
+    def _check_owner(self, doing: str, epoch: int) -> None:
+        """Invariant 4, for a commit of a job."""
+        later = [at for other, at in self.taken.items() if other > epoch > 0]
+        if not later or self.world.scheduler is None:
+            return
+        looked = here().looked
+        if self.has_locks and looked > min(later):
+            self.world.fail(
+                f"{here().name} {doing} under epoch {epoch}, and has looked after epoch "
+                f"{max(self.taken)} was taken"
+            )
+        own = [a for a, _ in self.world.scheduler.trace[looked:] if a.process is here()]
+        self.widest = max(self.widest, len(own))
+
+    def _check_removal(self, folder: str) -> None:
+        """Invariant 4, for a removal by a job's own rule."""
+        mine = self._epochs.get(here().name, 0)
+        later = [at for other, at in self.taken.items() if other > mine > 0]
+        if later and self.has_locks and here().looked > min(later):
+            self.world.fail(f"{here().name} removes {folder}, and has looked after the take-over")
+        if later and here().name in self._removed_late:
+            self.world.fail(f"{here().name} removes a second checkpoint after the take-over")
+        if later:
+            self._removed_late.add(here().name)
+
+    # For the programs of actors.
+
+    def begins(self, value: float) -> dict[str, Any]:
+        """A state to save."""
+        self.values.add(value)
+        return state(value)
+
+    def check(self, found: Any) -> float:
+        """Fails unless a loaded state is that of one save; returns its value (invariant 5)."""
+        values = {*found["a"].tolist(), *found["b"].tolist(), float(found["v"])}
+        if len(values) != 1 or not values <= self.values:
+            self.world.fail(f"a mix was loaded: {found}")
+        return values.pop()
+
+    def check_newest(self, place: str, before: Order) -> None:
+        """Fails if the checkpoint at a place is older than another that was there all the time."""
+        found = self.committed.get(place.rpartition("/")[2])
+        is_there = any(one.order == before for one in self.committed.values())
+        if found is not None and is_there and found.order < before:
+            self.world.fail(f"{place} of {found.order} is told as newest, {before} was there")
+
+    def check_end(self, is_one_killed: bool) -> None:
+        """Fails if a check of the story does, or if `ckpt.gc` does not find a file that is left."""
+        for check in () if is_one_killed else self.at_end:
+            check()
+        there = set(self.committed)
+        with self.world.acting("gc"):
+            ckpt.gc(self.world.run, delete=True, older_than=-CLOCK_SECONDS * 2)
+        named = {f"run/{folder}/{MANIFEST}" for folder in there}
+        for folder in there:
+            named |= {f"run/{folder}/{name}" for name in self.committed[folder].files}
+        left = {path for path in self.world.files() if path.startswith("run/")}
+        over = [path for path in left - named if not _OWNER.fullmatch(path.removeprefix("run/"))]
+        if over:
+            raise AssertionError(f"left over, and gc does not tell: {over}")

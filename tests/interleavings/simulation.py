@@ -1,0 +1,279 @@
+"""Processes of one machine or of several, as actors in one process, over a store in memory.
+
+The actors run the product as it is. Inside `simulation` this process gives each actor what a
+process has for itself: a clock, random names, a lane of background saves with its arena. A thread
+of an actor is refused, as by a system that has no more of them, so that the product works in the
+thread that it has; only the removals of a run are a second actor of the same process.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import secrets
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import ckpt.background.save
+import ckpt.run.provenance
+import ckpt.stores.store
+from ckpt import in_flight
+from ckpt.background.workplace import Workplace
+from ckpt.run.owner import Ownership
+from ckpt.stores.object_store import ObjectStore
+from ckpt.stores.retries import RetryPolicy
+from tests.interleavings.bucket import SCHEME, Bucket, Conditions
+from tests.interleavings.disk import ROOT, Disk, system_calls
+from tests.interleavings.scheduler import Actor, Call, Policy, Scheduler, Threads, current
+
+BEGAN = 1.8e9
+"""The time of all clocks at the start, in seconds since 1970."""
+Store = Conditions | str
+"""DISK, or the conditions of a bucket."""
+DISK = "disk"
+CLOCK_SECONDS = 600.0
+"""By so much the clock of a process jumps each time that it is read."""
+_workplaces: dict[int, Workplace] = {}
+
+
+@dataclass(eq=False)
+class Process:
+    """What one process has for itself."""
+
+    name: str
+    number: int
+    clock_seconds: float
+    """Its clock jumps by up to so much, forward and back, each time that it is read."""
+    lane: in_flight.Lane = field(default_factory=in_flight.Lane)
+    warned: list[Warning] = field(default_factory=list)
+    looked: int = 0
+    """The number of calls, of all, before its last look for another owner of the run."""
+
+    def __post_init__(self) -> None:
+        self.chance = random.Random(self.name)
+
+
+class World:
+    """A store with a folder of a run, the processes that use it, and one run of them."""
+
+    def __init__(self, store: Store, seed: int, watch: Callable[[str, str], None]) -> None:
+        """`watch` hears of each change: "makes" or "removes", and the path below the store."""
+        self.scheduler: Scheduler | None = None
+        self.now = 0.0
+        clock = lambda: BEGAN + self.now  # noqa: E731
+
+        def changed(verb: str, path: str) -> None:
+            watch(verb, _below(path))
+
+        self._processes: dict[str, Process] = {}
+        self.process = self.process_of("setup")
+        """The process of calls before the run."""
+        self.bucket: Bucket | None = None
+        self.disk: Disk | None = None
+        if isinstance(store, Conditions):
+            self.bucket = Bucket(lambda: self.scheduler, changed, clock, store)
+        else:
+            self.disk = Disk(self._before, changed, clock, seed)
+        root = ROOT if self.bucket is None else f"{SCHEME}://bucket"
+        self.run = f"{root}/run"
+        """The path or URL of the run."""
+        self.root = root
+
+    def files(self) -> Mapping[str, bytes]:
+        """The files by path below the store."""
+        files = self.bucket.files() if self.disk is None else self.disk.files()  # type: ignore[union-attr]
+        return {_below(path): files[path] for path in files}
+
+    def process_of(self, name: str) -> Process:
+        """The process of an actor."""
+        number = len(self._processes)
+        return self._processes.setdefault(name, Process(name, number, CLOCK_SECONDS))
+
+    @contextmanager
+    def acting(self, name: str) -> Iterator[None]:
+        """Calls inside the block, before the run, are those of the process with this name."""
+        self.process, before = self.process_of(name), self.process
+        try:
+            yield
+        finally:
+            self.process = before
+
+    def start(self, policy: Policy, threads: Threads, is_late: bool) -> Scheduler:
+        """From now on all calls are those of actors; with `is_late`, some come late to a bucket."""
+        if self.bucket is not None:
+            self.bucket.is_late = is_late
+        self.scheduler = Scheduler(policy, threads)
+        return self.scheduler
+
+    def fail(self, said: str) -> None:
+        """Ends the run: a state is wrong."""
+        if self.scheduler is None or current() is None:
+            raise AssertionError(said)
+        self.scheduler.fail(AssertionError(said))
+
+    def _before(self, call: Call) -> None:
+        self.now += 0.001
+        if self.scheduler is not None and current() is not None:
+            self.scheduler.before(call)
+
+
+def _below(path: str) -> str:
+    return path.removeprefix(f"{ROOT}/").removeprefix("bucket/")
+
+
+_world: World | None = None
+
+
+def here() -> Process:
+    """The process in which this code runs."""
+    actor = current()
+    if actor is not None and actor.process is not None:
+        return actor.process  # type: ignore[no-any-return]
+    assert _world is not None
+    return _world.process
+
+
+@contextmanager
+def inside(world: World) -> Iterator[None]:
+    """Calls of the product in this block concern this world."""
+    global _world
+    _world = world
+    try:
+        yield
+    finally:
+        _world = None
+
+
+class _LaneOfProcess:
+    """The lane of background saves that each process has."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(here().lane, name)
+
+
+def _workplace() -> Workplace:
+    number = here().number
+    if number not in _workplaces:
+        _workplaces[number] = Workplace()
+    return _workplaces[number]
+
+
+@contextmanager
+def simulation() -> Iterator[Threads]:
+    """Inside the block, code of actors, and of tests inside a world, lives in the simulation."""
+    kept: list[tuple[Any, str, Any]] = []
+
+    def put(owner: Any, name: str, value: Any) -> None:
+        kept.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    real_time, real_gmtime, real_sleep = time.time, time.gmtime, time.sleep
+    real_start, real_join = threading.Thread.start, threading.Thread.join
+    real_submit, real_bucket = ThreadPoolExecutor.submit, ckpt.stores.store._bucket
+    real_look = Ownership.look
+    real_hex, real_bits = secrets.token_hex, secrets.randbits
+
+    def now() -> float:
+        if _world is None:
+            return real_time()
+        _world.now += 0.001
+        process = here()
+        wrong = process.clock_seconds
+        return BEGAN + _world.now + process.chance.uniform(-wrong, wrong)
+
+    def gmtime(seconds: float | None = None) -> time.struct_time:
+        return real_gmtime(now() if seconds is None else seconds)
+
+    def sleep(seconds: float) -> None:
+        if _world is None:
+            real_sleep(seconds)
+        elif _world.scheduler is not None and current() is not None:
+            _world.now += seconds
+            _world.scheduler.before(Call("sleeps"))
+
+    def start(thread: threading.Thread) -> None:
+        actor = current()
+        if _world is None or thread.name == "actor":
+            real_start(thread)
+        elif thread.name != "ckpt-keep":
+            raise RuntimeError("can't start new thread")
+        elif actor is None or _world.scheduler is None:
+            removals[thread] = None
+            thread.run()
+        else:
+            name = f"{actor.name}'s removals"
+            removals[thread] = _world.scheduler.add(name, thread.run, actor.process)
+
+    def join(thread: threading.Thread, timeout: float | None = None) -> None:
+        if thread not in removals:
+            real_join(thread, timeout)
+        elif (actor := removals[thread]) is not None:
+            assert _world is not None
+            assert _world.scheduler is not None
+            _world.scheduler.join(actor)
+
+    def submit(self: ThreadPoolExecutor, function: Any, /, *args: Any, **options: Any) -> Any:
+        if _world is None:
+            return real_submit(self, function, *args, **options)
+        raise RuntimeError("can't start new thread")
+
+    def bucket(url: str, options: dict[str, Any]) -> Any:
+        if _world is None or not url.startswith(f"{SCHEME}://"):
+            return real_bucket(url, options)
+        assert _world.bucket is not None
+        root = url.removeprefix(f"{SCHEME}://").rstrip("/")
+        patient = RetryPolicy(deadline_seconds=1e9, sleep=lambda _: None)
+        return ObjectStore(url, root, _world.bucket, options, patient)  # type: ignore[arg-type]
+
+    def token_hex(nbytes: int | None = None) -> str:
+        bits = 8 * (nbytes or 32)
+        return real_hex(nbytes) if _world is None else f"{randbits(bits):0{bits // 4}x}"
+
+    def randbits(bits: int) -> int:
+        return real_bits(bits) if _world is None else here().chance.getrandbits(bits)
+
+    def shows(message: Warning | str, *_: Any, **__: Any) -> None:
+        if isinstance(message, Warning) and _world is not None:
+            here().warned.append(message)
+
+    def look(owner: Ownership) -> Any:
+        if _world is not None and _world.scheduler is not None:
+            here().looked = len(_world.scheduler.trace)
+        return real_look(owner)
+
+    lane, removals = _LaneOfProcess(), WeakKeyDictionary[threading.Thread, Actor | None]()
+    for name, call in system_calls(lambda: None if _world is None else _world.disk).items():
+        put(os, name, call)
+    put(time, "time", now)
+    put(time, "gmtime", gmtime)
+    put(time, "sleep", sleep)
+    put(secrets, "token_hex", token_hex)
+    put(secrets, "randbits", randbits)
+    put(threading.Thread, "start", start)
+    put(threading.Thread, "join", join)
+    put(ThreadPoolExecutor, "submit", submit)
+    put(ckpt.stores.store, "_bucket", bucket)
+    put(ckpt.background.save, "workplace", _workplace)
+    put(ckpt.background.save, "place_elsewhere", lambda *_: None)
+    put(ckpt.background.save.Folder.__init__, "__defaults__", (lane,))
+    put(in_flight, "saves", lane)
+    put(Ownership, "look", look)
+    put(ckpt.run.provenance, "git_revision", lambda *_: "")
+    gc.disable()  # a cycle that is collected in the middle of a run costs more than the run
+    try:
+        with warnings.catch_warnings(), Threads() as threads:
+            warnings.simplefilter("always")
+            put(warnings, "showwarning", shows)
+            yield threads
+    finally:
+        for owner, name, value in reversed(kept):
+            setattr(owner, name, value)
+        gc.enable()
