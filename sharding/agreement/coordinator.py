@@ -1,4 +1,13 @@
-"""The end of rank 0: it receives each rank's record, and sends all ranks the answer."""
+"""The end of rank 0: it receives each rank's record, and sends all ranks the answer.
+
+Any process that reaches the port may connect. It is a *stranger* until it has shown the secret:
+
+1. A stranger has `GREETING_SECONDS` for its greeting; bytes that wait are read before the end of
+   this time counts. Without the secret it is closed at once, and nothing of it is parsed.
+2. There are at most as many strangers as missing ranks, and `MOST_STRANGERS` more. A further one
+   takes the place of the oldest, also if no more files may be opened.
+3. A rank that is closed as a stranger connects again (`sharding.agreement.participant`).
+"""
 
 from __future__ import annotations
 
@@ -15,13 +24,16 @@ from typing import IO
 
 from sharding.agreement.channel import ANSWER_SECONDS, ERROR_SECONDS, Call, Join
 from sharding.agreement.connected import ConnectedChannel, ended, late
-from sharding.agreement.links import MOST_SECONDS, Failure, Kind, Link, Message, flush
-from sharding.agreement.rendezvous import Rendezvous
+from sharding.agreement.links import MOST_SECONDS, Failure, Kind, Link, Message, flush, rank_of
+from sharding.agreement.rendezvous import BACKLOG, Rendezvous
 from sharding.agreement.wait_warning import WaitWarning
 from sharding.errors import TransferError
 
 FULL = (errno.EMFILE, errno.ENFILE)
 """The error numbers for too many open files, of the process or of the machine."""
+GREETING_SECONDS = 10.0
+"""The time that a stranger has for its greeting."""
+MOST_STRANGERS = 64
 
 
 class Coordinator(ConnectedChannel):
@@ -30,8 +42,8 @@ class Coordinator(ConnectedChannel):
     def __init__(self, rendezvous: Rendezvous, world_size: int) -> None:
         super().__init__(rendezvous, 0, world_size)
         self._links: dict[int, Link] = {}
-        self._strangers: set[Link] = set()
-        """Connections whose first message has not arrived."""
+        self._strangers: dict[Link, float] = {}
+        """The strangers, the oldest first, and the end of the time for their greetings."""
         self._listener: socket.socket | None = None
         self._is_full = False
         """Whether a connection waits and no more files may be opened."""
@@ -148,8 +160,9 @@ class Coordinator(ConnectedChannel):
             # A rank that connects later finds the failure in the store. A rank that has connected
             # is let in, and told with the rest.
             with self._one_more_file():  # a store may need a file
-                self._rendezvous.leave_word(self._number, failure)
-            while self._let_in():
+                self._rendezvous.leave_failure(self._number, failure)
+            # A rank that is there has connected by now: the second look reads its greeting.
+            while self._has_news_of_strangers():
                 pass
         word = Message(Kind.LEFT, self._number, failure=failure)
         self._send(word, ANSWER_SECONDS)
@@ -162,12 +175,13 @@ class Coordinator(ConnectedChannel):
         assert self._listener is not None
         packed, self._is_full = message.packed(), False
         with suppress(OSError):  # no rank is left, or another thread has taken the free file
-            while True:
+            for _ in range(self._backlog):
                 with self._one_more_file():
-                    link = Link(self._listener.accept()[0])
+                    link = Link(self._listener.accept()[0], is_stranger=True)
                     link.receive()
-                    link.send(packed)
-                    link.close()
+                    if self._rank_of(link) is not None:
+                        link.send(packed)
+                    link.close()  # a rank that has not been told finds the failure in the store
 
     @contextmanager
     def _one_more_file(self) -> Iterator[None]:
@@ -180,7 +194,7 @@ class Coordinator(ConnectedChannel):
             with suppress(OSError):
                 self._spare = open(os.devnull, "rb")  # noqa: SIM115
 
-    def _let_in(self) -> bool:
+    def _has_news_of_strangers(self) -> bool:
         """Whether a process has connected, or has named its rank, since the last look."""
         before = len(self._links), len(self._strangers)
         self._news(0)
@@ -222,65 +236,106 @@ class Coordinator(ConnectedChannel):
         ranks: list[int] = []
         if self._is_closed:
             return ranks
-        for stranger in self._strangers:  # an interrupt may have left one half read
-            stranger.receive()
-        if any(stranger.messages for stranger in self._strangers):
+        now = monotonic()
+        for stranger, until in tuple(self._strangers.items()):
+            # An interrupt may have come before a rank was let in.
+            if until <= now or stranger.greeting is not None:
+                ranks += self._looked_at(stranger)
+        if ranks:
             seconds = 0.0
+        elif self._strangers:
+            seconds = min(seconds, max(0.0, next(iter(self._strangers.values())) - now))
         for key, _ in self._selector.select(min(seconds, MOST_SECONDS)):
             link = key.fileobj
             if not isinstance(link, Link):
-                self._accept()
-                continue
-            link.receive()
-            if key.data:
+                ranks += self._accepted()
+            elif key.data:
+                link.receive()
                 ranks.append(key.data)
                 if link.is_lost:
                     self._selector.unregister(link)
-            else:
-                self._strangers.add(link)
-        for stranger in tuple(self._strangers):
-            if stranger.messages:
-                ranks += self._introduced(stranger)
-            if stranger.is_lost:
-                self._selector.unregister(stranger)
-            if stranger.is_lost and stranger in self._strangers:
-                self._strangers.discard(stranger)
-                stranger.close()
+            elif link in self._strangers:  # none has taken its place since
+                ranks += self._looked_at(link)
         return ranks
 
-    def _accept(self) -> None:
-        assert self._listener is not None
-        self._is_full = False
-        try:
-            while True:
-                link = Link(self._listener.accept()[0])
-                self._selector.register(link, selectors.EVENT_READ, 0)
-                self._strangers.add(link)
-        except (BlockingIOError, ConnectionError):
-            return
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            self._is_full = True
+    @property
+    def _backlog(self) -> int:
+        """The most connections that wait for `accept`."""
+        return max(BACKLOG, self.world_size) + 1
 
-    def _introduced(self, link: Link) -> list[int]:
-        """Returns the rank that a stranger names; none without the word, or for a known rank."""
-        said = link.messages[0]
-        is_known = (said.kind, said.name) == (Kind.HELLO, self._rendezvous.word)
-        if not is_known or self._links.get(said.op, link) is not link:
-            link.is_lost = True  # no more of its messages are read
-            return []
-        # The message is removed last: an interrupt may come between any two of these steps.
-        self._links[said.op] = link
-        self._selector.modify(link, selectors.EVENT_READ, said.op)
-        self._strangers.discard(link)
-        link.messages.popleft()
+    def _accepted(self) -> list[int]:
+        """Accepts the connections that wait, and returns the ranks among them."""
+        ranks: list[int] = []
+        self._is_full = False
+        for _ in range(self._backlog):
+            assert self._listener is not None
+            try:
+                link = Link(self._listener.accept()[0], is_stranger=True)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                if error.errno not in FULL:
+                    continue  # of this connection, which has ended already
+                oldest = self._oldest_stranger()
+                if oldest is None:
+                    self._is_full = True
+                    break
+                ranks += self._looked_at(oldest, is_last=True)
+                continue
+            self._selector.register(link, selectors.EVENT_READ, 0)
+            self._strangers[link] = monotonic() + GREETING_SECONDS
+            ranks += self._looked_at(link)
+            if self._is_complete:
+                break
+            most = self.world_size - 1 - len(self._links) + MOST_STRANGERS
+            if len(self._strangers) > most and (oldest := self._oldest_stranger()) is not None:
+                ranks += self._looked_at(oldest, is_last=True)
+        return ranks
+
+    def _oldest_stranger(self) -> Link | None:
+        return next((link for link in self._strangers if link.is_stranger), None)
+
+    def _looked_at(self, link: Link, is_last: bool = False) -> list[int]:
+        """Returns the rank that a stranger is; none without its greeting.
+
+        Closes a stranger that is no missing rank, is late, or has its last look.
+        """
+        link.receive()
+        rank = self._rank_of(link)
+        if rank is not None and self._links.get(rank, link) is link:
+            return self._let_in(link, rank)
+        is_late = self._strangers.get(link, 0.0) <= monotonic()
+        if link.greeting is not None or link.is_lost or is_last or is_late:
+            self._close(link)
+        return []
+
+    def _close(self, stranger: Link) -> None:
+        with suppress(KeyError, ValueError):  # an interrupt came after this step
+            self._selector.unregister(stranger)
+        self._strangers.pop(stranger, None)
+        stranger.close()
+
+    def _rank_of(self, link: Link) -> int | None:
+        """Returns the rank in a link's greeting; None without the secret, or before it has come."""
+        said = link.greeting
+        rank = None if said is None else rank_of(said, self._rendezvous.secret)
+        return rank if rank is not None and 0 < rank < self.world_size else None
+
+    def _let_in(self, link: Link, rank: int) -> list[int]:
+        # The stranger is removed last: an interrupt may come between any two of these steps.
+        self._links[rank] = link
+        self._selector.modify(link, selectors.EVENT_READ, rank)
+        link.is_stranger = False
+        link.receive()
+        self._strangers.pop(link, None)
         if self._is_complete and self._listener is not None and self._spare is not None:
+            for stranger in [link for link in self._strangers if link.is_stranger]:
+                self._close(stranger)
             self._selector.unregister(self._listener)
             self._listener.close()
             self._spare.close()
             self._rendezvous.withdraw()
-        return [said.op]
+        return [rank]
 
 
 def _full(stage: str, world_size: int) -> Failure:

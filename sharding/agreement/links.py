@@ -8,10 +8,16 @@ Rules:
    messages that the process had sent are read.
 3. An exception that a signal raises (KeyboardInterrupt) tears no message apart: bytes are received
    and sent in single steps of the interpreter.
+4. Rank 0 takes a *greeting* of fixed size first, and not one byte more. It compares the secret in
+   the greeting in constant time, and parses nothing before. A connection without the secret is
+   closed.
+5. The JSON of a message has a bounded size and one form. All else ends the connection, and nothing
+   but the connection.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import select
 import socket
@@ -28,15 +34,35 @@ READ_BYTES = 1 << 16
 """The most bytes of one `recv`."""
 MOST_SECONDS = 1e6
 """The longest time of one `poll`."""
+PROTOCOL = 2
+"""The number of this form of greetings and messages, which all ranks of a group have in common."""
+SECRET_CHARS = 32
+_GREETING = Struct(f"!4sH{SECRET_CHARS}sI")
+"""The first bytes to rank 0: a mark, `PROTOCOL`, the secret, the sender's rank."""
+_MARK = b"ckpt"
 _LENGTHS = Struct("!II")
 """The lengths of a message's JSON and of the bytes behind it."""
+MOST_JSON_BYTES = 4 << 20
+"""The longest JSON of a message."""
+MOST_TEXT_CHARS = 1 << 18
+"""The longest text of a failure, whose JSON has up to 12 bytes for a character."""
+
+
+def greeting(secret: str, rank: int) -> bytes:
+    """Returns the first bytes of a rank to rank 0."""
+    return _GREETING.pack(_MARK, PROTOCOL, secret.encode(), rank)
+
+
+def rank_of(said: bytes, secret: str) -> int | None:
+    """Returns the rank in a greeting; None without the secret or of another version."""
+    mark, protocol, word, rank = _GREETING.unpack(said)
+    is_known = hmac.compare_digest(word, secret.encode())
+    return rank if is_known and (mark, protocol) == (_MARK, PROTOCOL) else None
 
 
 class Kind(Enum):
     """The kind of a message."""
 
-    HELLO = "hello"
-    """To rank 0, first: `op` is the sender's rank, `name` the word that only ranks know."""
     HERE = "here"
     """To rank 0: the record that a rank brings to an operation, or its failure."""
     ANSWER = "answer"
@@ -62,7 +88,10 @@ class Failure:
     @classmethod
     def of(cls, stage: str, rank: int, error: BaseException) -> Failure:
         """Returns an exception of this rank as the others see it."""
-        return cls(stage, rank, type(error).__name__, said(error))
+        text = said(error)
+        if (left := len(text) - MOST_TEXT_CHARS) > 0:
+            text = f"{text[:MOST_TEXT_CHARS]} ... and {left:,} characters more"
+        return cls(stage, rank, type(error).__name__, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,25 +115,36 @@ class Message:
     def packed(self) -> bytes:
         """Returns the message as bytes."""
         failure = None if self.failure is None else astuple(self.failure)
-        head = json.dumps(
-            [self.kind.value, self.call, self.op, self.name, self.stage, self.seconds, failure]
-        ).encode()
+        values = (self.call, self.op, self.name, self.stage, float(self.seconds), failure)
+        head = json.dumps([self.kind.value, *values]).encode()
         return b"".join((_LENGTHS.pack(len(head), len(self.data)), head, self.data))
 
     @classmethod
     def unpacked(cls, head: bytes, data: bytes) -> Message:
-        """Returns the message from its JSON and the bytes behind it."""
+        """Returns the message from its JSON and the bytes behind it.
+
+        Raises ValueError, TypeError or RecursionError if this is no message.
+        """
         kind, call, op, name, stage, seconds, failure = json.loads(head)
         failed = None if failure is None else Failure(*failure)
+        types = tuple(map(type, (call, op, name, stage, seconds, *(failure or ()))))
+        if types not in _TYPES:
+            raise TypeError(f"the values of a message have the types {types}")
         return cls(Kind(kind), call, op, name, stage, seconds, failed, data)
+
+
+_TYPES = {(int, int, str, str, float), (int, int, str, str, float, str, int, str, str)}
+"""The types of a message's values, without and with a failure."""
 
 
 class Link:
     """One connection."""
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, is_stranger: bool = False) -> None:
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.is_stranger = is_stranger
+        """Whether the other process has yet to show the secret (rule 4)."""
         self.messages: deque[Message] = deque()
         """The messages that have arrived, and that no operation has taken."""
         self.is_lost = False
@@ -114,6 +154,8 @@ class Link:
         self.called = 0
         """The last call that the other rank is known to have entered."""
         self._socket = connected
+        self._greeted: list[bytes] = []
+        """The greeting of a stranger, as far as it has arrived."""
         self._received: list[bytes] = []
         self._outgoing = b""
         self._sent: list[int] = []
@@ -154,8 +196,29 @@ class Link:
                 # The messages that the other process sent before it ended can still be read.
                 self._outgoing, self._sent = b"", []
 
+    @property
+    def greeting(self) -> bytes | None:
+        """The greeting of the other process; None before all of it has arrived."""
+        said = b"".join(self._greeted)
+        return said if len(said) == _GREETING.size else None
+
+    def _receive_greeting(self) -> None:
+        """Takes in the greeting, as far as it has come."""
+        while not self.is_lost and (missing := _GREETING.size - sum(map(len, self._greeted))):
+            try:
+                self._greeted.extend(map(self._socket.recv, (missing,)))  # rule 3
+            except BlockingIOError:
+                return
+            except OSError:
+                self.is_lost = True
+                return
+            self.is_lost = not self._greeted[-1]
+
     def receive(self) -> None:
-        """Takes in the messages that have come."""
+        """Takes in the messages that have come; of a stranger, the greeting."""
+        if self.is_stranger:
+            self._receive_greeting()
+            return
         while not self.is_lost:
             try:
                 self._received.extend(map(self._socket.recv, (READ_BYTES,)))  # rule 3
@@ -172,12 +235,15 @@ class Link:
         while len(data) >= at + _LENGTHS.size:
             head, body = _LENGTHS.unpack_from(data, at)
             begin = at + _LENGTHS.size
+            if head > MOST_JSON_BYTES:
+                self.is_lost = True
+                break
             if len(data) < begin + head + body:
                 break
             at = begin + head + body
             try:
                 found.append(Message.unpacked(data[begin : begin + head], data[begin + head : at]))
-            except (ValueError, TypeError):  # the sender is not a rank
+            except (ValueError, TypeError, RecursionError):  # the sender is not a rank
                 self.is_lost = True
                 break
         self.has_heard |= bool(found)

@@ -1,4 +1,8 @@
-"""The end of any other rank: it sends its record to rank 0, and waits for the answer."""
+"""The end of any other rank: it sends its record to rank 0, and waits for the answer.
+
+Rank 0 may take a rank for a stranger, and close its connection unheard: among many strangers, or if
+the rank stops between its connection and its greeting. Such a rank connects again.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,9 @@ from sharding.agreement.links import Failure, Kind, Link, Message
 from sharding.agreement.rendezvous import Rendezvous
 from sharding.agreement.wait_warning import WaitWarning
 
+MOST_TRIES = 10
+"""The most times that a rank connects again in one operation."""
+
 
 class Participant(ConnectedChannel):
     """The end of any other rank."""
@@ -21,6 +28,11 @@ class Participant(ConnectedChannel):
 
     def close(self) -> None:
         """Closes the connection."""
+        self.forget()
+        self._rendezvous.forget()
+
+    def forget(self) -> None:
+        """Closes the connection in a forked child; the one to the store is the parent's."""
         if self._link is not None:
             self._link.close()
         self._is_closed = True
@@ -31,19 +43,33 @@ class Participant(ConnectedChannel):
                 self._link.receive()
             if self._link.has_heard or not self._link.is_lost:
                 return None
+            self._link.close()
         try:
             waiting = WaitWarning(call, self.rank)
             self._link = self._rendezvous.connect(self.rank, call.seconds + ANSWER_SECONDS, waiting)
             self._link.flush()
-            left = self._rendezvous.left()
+            return self._left(call)
         except (OSError, RuntimeError) as error:
             return Failure.of(call.stage, 0, error)
-        finally:
-            self._rendezvous.forget()
-        if left is not None and left[0] >= call.number:
-            self._number = left[0]
-            return left[1]
-        return None
+
+    def _left(self, call: Call) -> Failure | None:
+        """Returns the failure that has ended the call before rank 0 let this rank in."""
+        left = self._rendezvous.left()
+        if left is None or left[0] < call.number:
+            return None
+        self._number = left[0]
+        return left[1]
+
+    def _connected_again(self, call: Call, until: float) -> Link | Failure:
+        """Returns a connection in the place of one that rank 0 has closed unheard."""
+        try:
+            link = self._rendezvous.connect_again(self.rank, until)
+            if link is not None:
+                self._link = link
+                link.flush()
+            return self._left(call) or link or ended(call.stage, 0)
+        except (OSError, RuntimeError):  # the store is lost, with rank 0 perhaps
+            return ended(call.stage, 0)
 
     def _meet(self, call: Call, mine: Message, join: Join) -> bytes | Failure:
         link = self._link
@@ -52,8 +78,10 @@ class Participant(ConnectedChannel):
         link.send(mine.packed())
         patience = call.seconds + ANSWER_SECONDS
         until = monotonic() + patience
-        waiting = WaitWarning(call, self.rank)
+        waiting, tries = WaitWarning(call, self.rank), 0
         while True:
+            if link.has_heard:
+                self._rendezvous.forget()
             while link.messages:
                 found = link.messages.popleft()
                 if found.kind is Kind.CALLED:
@@ -70,7 +98,16 @@ class Participant(ConnectedChannel):
                 if (found.call, found.op) == (call.number, mine.op):
                     return found.data
             if link.is_lost:
-                return ended(mine.stage, 0)
+                tries += 1
+                if link.has_heard or tries > MOST_TRIES:
+                    return ended(mine.stage, 0)
+                link.close()
+                again = self._connected_again(call, until)
+                if isinstance(again, Failure):
+                    return again
+                link = again
+                link.send(mine.packed())
+                continue
             if (left := until - monotonic()) <= 0:
                 failure = late(mine.stage, [0], patience)
                 self._leave(call, failure)
@@ -92,7 +129,8 @@ class Participant(ConnectedChannel):
             self._link.send(Message(Kind.CALLED, call.number).packed())
 
     def _leave(self, call: Call, failure: Failure) -> None:
-        if self._link is None:  # an interrupt came before this rank found rank 0
+        # An interrupt came before this rank found rank 0, or rank 0 has closed a stranger.
+        if self._link is None or not self._link.has_heard:
             self._connected(replace(call, seconds=0.0))
         if self._link is not None:
             self._link.send(Message(Kind.LEFT, call.number, failure=failure).packed())

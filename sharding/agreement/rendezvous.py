@@ -9,12 +9,16 @@ Rules:
 1. Ranks of one machine meet at its loopback address. The others try these addresses in order: the
    one by which rank 0's machine reaches the store; the store's own, if the store is on rank 0's
    machine; the name of rank 0's machine. `CKPT_HOST`, set for rank 0, replaces these addresses.
-2. A rank that connects must know a word that is in the store: the connections are as well
+2. A rank that connects begins with a secret that is in the store: the connections are as well
    protected as the store.
 3. A new group may use the store of an earlier one. Rank 0 removes its place when all ranks have
    connected, or when it leaves the group. A message for late ranks is stored under the place's
-   word. A rank 0 that was killed leaves its place behind, and torchrun keeps the store across
+   secret. A rank 0 that was killed leaves its place behind, and torchrun keeps the store across
    restarts: a rank therefore does not give up at a place that is older than its own process.
+4. Rank 0 listens at the loopback address alone if torchrun's variables say that all ranks of the
+   store are on its host, or if `CKPT_HOST` is such an address. Rank 0 cannot ask the others: they
+   know its address from its first message. A store at `localhost` is no sign either: operators
+   give rank 0 this name for itself, and the others its name in the network.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -32,14 +36,14 @@ from functools import cached_property, lru_cache
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from sharding.agreement.links import Failure, Kind, Link, Message
+from sharding.agreement.links import PROTOCOL, SECRET_CHARS, Failure, Link, greeting
 from sharding.agreement.wait_warning import WaitWarning
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 PLACE, LEFT = "ckpt/place", "ckpt/left"
-"""Keys of the store: rank 0's address; with its word, the last call that ended before all ranks
+"""Keys of the store: rank 0's address; with its secret, the last call that ended before all ranks
 had connected."""
 LOOPBACK = "127.0.0.1"
 SLICE_SECONDS = 0.5
@@ -50,13 +54,19 @@ REFUSED_SECONDS = 5.0
 """The time after which an address that refuses counts as that of an ended rank 0."""
 CONNECT_SECONDS = 10.0
 """The longest try of one address."""
+PAUSE_SECONDS = 0.05
+"""The time between two tries."""
+BACKLOG = 128
+"""The connections that wait for rank 0; as many as there are ranks, if these are more."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
     """The address at which rank 0 listens."""
 
-    word: str
+    protocol: int
+    """The number of rank 0's form of messages."""
+    secret: str
     machine: str
     hosts: list[str]
     port: int
@@ -72,8 +82,8 @@ class Rendezvous:
     def __init__(self, store: Store, purpose: str) -> None:
         self._given = store
         self._purpose = purpose
-        self.word = secrets.token_hex(16)
-        """The word that a rank must know to connect: rank 0's on every rank that has connected."""
+        self.secret = secrets.token_hex(SECRET_CHARS // 2)
+        """The secret of a rank that connects: rank 0's on every rank that has connected."""
 
     @cached_property
     def _store(self) -> Store:
@@ -85,11 +95,13 @@ class Rendezvous:
 
     def listen(self, world_size: int) -> socket.socket:
         """On rank 0: returns the listening socket; its address is in the store."""
-        server = _server(max(128, world_size))
+        is_local = _is_one_host(self._given)
+        host, _ = _address_of(self._given)
+        hosts, is_at_store = ([LOOPBACK], False) if is_local else _own_hosts(host)
+        server = _server(max(BACKLOG, world_size), is_local)
         server.setblocking(False)
-        hosts, is_at_store = _own_hosts(_host_of(self._given))
         port = server.getsockname()[1]
-        place = _Place(self.word, _machine(), hosts, port, is_at_store, time.time())
+        place = _Place(PROTOCOL, self.secret, _machine(), hosts, port, is_at_store, time.time())
         self._store.set(PLACE, json.dumps(asdict(place)))
         return server
 
@@ -108,20 +120,30 @@ class Rendezvous:
                 raise TimeoutError(f"it has not come within {seconds:g} s")
             found, why = self._reached(place, until)
             if found is not None:
-                self.word = place.word
-                link = Link(found)
-                link.add(Message(Kind.HELLO, 0, rank, place.word).packed())
-                return link
+                self.secret = place.secret
+                return _greeted(found, place.secret, rank)
             patience = seconds if place.at < _began() else REFUSED_SECONDS
-            if monotonic() > min(until, refused.setdefault(place.word, monotonic()) + patience):
+            if monotonic() > min(until, refused.setdefault(place.secret, monotonic()) + patience):
                 raise ConnectionError(
                     f"it cannot be reached ({why}): it has ended, or its address is to be given "
                     "to it in CKPT_HOST; or else this is the address of an earlier job that met at "
                     "the same store"
                 )
-            time.sleep(0.05)
+            time.sleep(PAUSE_SECONDS)
 
-    def leave_word(self, call: int, failure: Failure) -> None:
+    def connect_again(self, rank: int, until: float) -> Link | None:
+        """On the others: as `connect`, for a connection that rank 0 has closed unheard.
+
+        Returns None if rank 0 has ended or left. Raises RuntimeError if the store is lost.
+        """
+        time.sleep(PAUSE_SECONDS)
+        place = _place_of(self._store.get(PLACE)) if self._store.check([PLACE]) else None
+        if place is None or place.secret != self.secret:
+            return None
+        found, _ = self._reached(place, until)
+        return None if found is None else _greeted(found, place.secret, rank)
+
+    def leave_failure(self, call: int, failure: Failure) -> None:
         """On rank 0: tells each rank that connects from now on that this call is over."""
         with suppress(RuntimeError):  # the store is lost: the other ranks notice it themselves
             self._store.set(self._left, json.dumps([call, asdict(failure)]))
@@ -143,7 +165,7 @@ class Rendezvous:
 
     @property
     def _left(self) -> str:
-        return f"{LEFT}/{self.word}"
+        return f"{LEFT}/{self.secret}"
 
     def forget(self) -> None:
         """Closes the connection to the store, which no connected rank needs."""
@@ -156,7 +178,7 @@ class Rendezvous:
                     return None
                 if waiting.is_due:
                     waiting.say([0])
-            return _Place(**json.loads(self._store.get(PLACE)))
+            return _place_of(self._store.get(PLACE))
         except RuntimeError as error:
             raise ConnectionError(
                 f"the store of the process group cannot be reached: {error}"
@@ -183,18 +205,41 @@ class Rendezvous:
             said.append(f"{host} port {place.port}: no process listens")
         return None, "; ".join(said)
 
-    def _hosts(self, place: _Place) -> Iterator[str]:
-        """Yields the addresses to try, in order."""
-        if place.machine == _machine():
-            yield LOOPBACK
-        yield from place.hosts  # also if the machine looks like this one: a copied virtual one does
-        host = _host_of(self._given)
-        if place.is_at_store and host is not None:
-            yield host
+    def _hosts(self, place: _Place) -> Iterable[str]:
+        """Returns the addresses to try, in order."""
+        # The others too if the machine looks like this one: a copied virtual machine does.
+        found = [LOOPBACK, *place.hosts] if place.machine == _machine() else place.hosts
+        host, _ = _address_of(self._given)
+        return dict.fromkeys([*found, host] if place.is_at_store and host else found)
 
 
-def _server(backlog: int) -> socket.socket:
-    """Returns a socket that listens at all addresses of this machine, at a port of the system's."""
+def _place_of(stored: bytes) -> _Place:
+    """Returns the place in the store. Raises ConnectionError if another version wrote it."""
+    try:
+        found = _Place(**json.loads(stored))
+    except (ValueError, TypeError):
+        found = None
+    if found is None or found.protocol != PROTOCOL:
+        raise ConnectionError(
+            "rank 0 has another version of ckpt: install the same version for all ranks"
+        )
+    return found
+
+
+def _greeted(connected: socket.socket, secret: str, rank: int) -> Link:
+    """Returns the link of a rank, with its greeting to flush."""
+    link = Link(connected)
+    link.add(greeting(secret, rank))
+    return link
+
+
+def _server(backlog: int, is_local: bool) -> socket.socket:
+    """Returns a socket that listens at a port of the system's.
+
+    It listens at the loopback address alone if `is_local`, else at all addresses of this machine.
+    """
+    if is_local:
+        return socket.create_server((LOOPBACK, 0), backlog=backlog)
     if socket.has_dualstack_ipv6():
         with suppress(OSError):  # IPv6 exists and is switched off
             return socket.create_server(
@@ -225,13 +270,26 @@ def _own_hosts(store_host: str | None) -> tuple[list[str], bool]:
     return [socket.gethostname()], False
 
 
-def _host_of(store: Store) -> str | None:
-    """Returns the host of a TCPStore inside any wrappers; None for another store."""
+def _is_one_host(store: Store) -> bool:
+    """Whether all ranks at the store are on this host (rule 4)."""
+    given = os.environ.get("CKPT_HOST")
+    if given:
+        return given == "localhost" or given.startswith("127.")
+    here, everywhere, host, port = map(
+        os.environ.get, ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    )
+    # Another store may have ranks that this torchrun did not start.
+    is_launchers = (host, port) == tuple(map(str, _address_of(store)))
+    return is_launchers and here is not None and here == everywhere
+
+
+def _address_of(store: Store) -> tuple[str | None, int | None]:
+    """Returns the host and port of a TCPStore inside any wrappers; None for another store."""
     found: object = store
     while (inner := getattr(found, "underlying_store", None)) is not None:
         found = inner
-    host = getattr(found, "host", None)
-    return host if isinstance(host, str) else None
+    host, port = getattr(found, "host", None), getattr(found, "port", None)
+    return (host, port) if isinstance(host, str) and isinstance(port, int) else (None, None)
 
 
 def _began() -> float:

@@ -4,8 +4,11 @@ import json
 import os
 import resource
 import socket
+import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from itertools import pairwise
 from time import monotonic
@@ -16,12 +19,25 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sharding.agreement import coordinator as coordinator_module
 from sharding.agreement import ranks as ranks_module
 from sharding.agreement import rendezvous as rendezvous_module
 from sharding.agreement.channel import Call
 from sharding.agreement.collective import CollectiveChannel
-from sharding.agreement.connected import ENDED
-from sharding.agreement.links import Failure, Kind, Link, Message, flush
+from sharding.agreement.connected import ENDED, ended
+from sharding.agreement.coordinator import MOST_STRANGERS, Coordinator
+from sharding.agreement.links import (
+    MOST_JSON_BYTES,
+    MOST_TEXT_CHARS,
+    PROTOCOL,
+    Failure,
+    Kind,
+    Link,
+    Message,
+    flush,
+    greeting,
+)
+from sharding.agreement.participant import Participant
 from sharding.agreement.ranks import Ranks
 from sharding.agreement.rendezvous import (
     LOOPBACK,
@@ -107,13 +123,47 @@ def test_an_end_is_noticed_after_all_that_was_said_before_it() -> None:
     link.close()
 
 
-def test_what_is_no_message_ends_the_connection() -> None:
+def framed(head: bytes) -> bytes:
+    """The JSON of a message, with its length and without bytes behind it."""
+    return struct.pack("!II", len(head), 0) + head
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        framed(b"spam"),
+        framed(b"[" * 100_000),
+        framed(b'{"a":' * 100_000),
+        framed(b'["here",1,1,"","",1.0,{}]'),
+        framed(b'["here","1",1,"","",1.0,null]'),
+        framed(b'["here",1,1,"","",1.0,["a",0,"b",[]]]'),
+        framed(b'["hello",1,1,"","",1.0,null]'),
+        struct.pack("!II", MOST_JSON_BYTES + 1, 0),
+        struct.pack("!II", 2**32 - 1, 2**32 - 1),
+    ],
+    ids=lambda data: repr(data[:24]),
+)
+def test_what_is_no_message_ends_the_connection(data: bytes) -> None:
     link, other = pair()
     with other:
-        other.sendall(b"\0\0\0\4\0\0\0\0spam")
+        other.sendall(data)
         while not link.is_lost:
             link.wait(60)
     assert not link.messages
+    link.close()
+
+
+def test_a_failure_with_a_long_text_is_told_in_part() -> None:
+    failure = Failure.of("writing", 1, OSError("\U0001f98a" * (MOST_TEXT_CHARS + 1234)))
+    assert failure.message.endswith(" ... and 1,234 characters more")
+    link, other = pair()
+    with other:
+        sending = Link(other)
+        sending.send(Message(Kind.LEFT, 1, failure=failure).packed())
+        while not link.messages:
+            flush([sending], 0.01)
+            link.receive()
+    assert link.messages[0].failure == failure
     link.close()
 
 
@@ -123,22 +173,149 @@ def meet(ranks: Ranks) -> None:
         pass
 
 
-def with_strangers() -> list[int]:
-    """Agree in a group at whose port strangers come first."""
+def with_strangers() -> tuple[list[int], list[bool]]:
+    """Agree in a group at whose port strangers come first, and whether these were closed."""
     group = dist.new_group([0, 1])
     strangers = []
     if dist.get_rank() == 1:
         store = dist.distributed_c10d._get_process_group_store(group)
         place = Rendezvous(store, "ckpt/calls")._place(monotonic() + 60, WAITING)
         assert place is not None
-        guess = Message(Kind.HELLO, 0, 1, "a guess").packed()
-        for text in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\4\0\0\0\0spam", guess, b""):
+        real = greeting(place.secret, 1)
+        another_version, another_rank = bytearray(real), greeting(place.secret, 2)
+        another_version[5] ^= 1
+        for text in (
+            *(b"GET / HTTP/1.1\r\n\r\n" * 9, framed(b"[" * 100_000), b"\xff" * 100_000),
+            *(struct.pack("!II", 3, 2**32 - 1) * 9, greeting("?" * 32, 1), another_rank),
+            *(bytes(another_version), greeting(place.secret, 0), real[:-1], b""),
+        ):
             strangers.append(socket.create_connection((LOOPBACK, place.port)))
-            strangers[-1].sendall(text)
+            with suppress(ConnectionError):  # it may be closed before all has been sent
+                strangers[-1].sendall(text)
     found = everyone(Ranks(group), dist.get_rank() + 5)
-    for stranger in strangers:
-        stranger.close()
-    return found
+    return found, [is_closed(stranger) for stranger in strangers]
+
+
+def is_closed(stranger: socket.socket) -> bool:
+    """Whether the other end closes the connection without a word."""
+    with stranger:
+        stranger.settimeout(60)
+        try:
+            return stranger.recv(1) == b""
+        except ConnectionError:
+            return True
+
+
+@contextmanager
+def leading(world_size: int) -> Iterator[tuple[Coordinator, Rendezvous, tuple[str, int]]]:
+    """Rank 0 in its first call, the rendezvous of the others, and rank 0's address."""
+    store = dist.HashStore()
+    leader = Coordinator(Rendezvous(store, "here"), world_size)
+    with leader.call("meeting", 60):
+        assert leader._listener is not None
+        port = leader._listener.getsockname()[1]
+        yield leader, Rendezvous(store, "here"), (LOOPBACK, port)
+    leader.close()
+
+
+def test_a_stranger_has_a_time_for_its_greeting_and_bytes_that_wait_are_read_first() -> None:
+    with leading(3) as (leader, _, address), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coordinator_module, "GREETING_SECONDS", 0.0)
+        real = greeting(leader._rendezvous.secret, 2)
+        with socket.create_connection(address) as silent, socket.create_connection(address) as slow:
+            with socket.create_connection(address) as rank:
+                slow.sendall(real[:-1])
+                rank.sendall(real)
+                while 2 not in leader._links or leader._strangers:
+                    leader._news(60)
+            assert is_closed(silent)
+            assert is_closed(slow)
+
+
+def test_more_strangers_take_the_place_of_the_oldest_and_a_rank_is_let_in() -> None:
+    count = 3 * MOST_STRANGERS
+    with leading(2) as (leader, others, address), ExitStack() as stack:
+        for _ in range(count):
+            stranger = stack.enter_context(socket.create_connection(address))
+            stranger.sendall(b"a")
+            leader._news(0)
+            assert len(leader._strangers) <= MOST_STRANGERS + 1
+        link = others.connect(1, 60, WAITING)
+        link.flush()
+        while not leader._is_complete:
+            leader._news(60)
+        assert not leader._strangers
+        link.close()
+
+
+def test_a_rank_that_was_taken_for_a_stranger_connects_again() -> None:
+    with leading(2) as (leader, others, _), ThreadPoolExecutor() as pool:
+        follower = Participant(others, 1, 2)
+        assert leader._call is not None
+        assert leader._listener is not None
+        with follower.call("meeting", 60) as call:
+            leader._listener.accept()[0].close()  # as one of too many
+            told = pool.submit(follower.meet, call, "meeting", b"1", None, b"".join)
+            assert leader.meet(leader._call, "meeting", b"0", None, b"".join) == b"01"
+            assert told.result() == b"01"
+        follower.close()
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+def test_a_rank_that_is_closed_unheard_hears_of_the_end_of_the_call_or_of_rank_0(
+    has_left: bool,
+) -> None:
+    failure = Failure("meeting", 0, "OSError", "no space")
+    with leading(2) as (leader, others, _):
+        follower = Participant(others, 1, 2)
+        assert leader._listener is not None
+        with follower.call("meeting", 60) as call:
+            if has_left:
+                leader.close()
+            else:
+                leader._listener.accept()[0].close()
+                leader._rendezvous.leave_failure(1, failure)
+            told = follower.meet(call, "meeting", b"1", None, b"".join)
+        assert told == (ended("meeting", 0) if has_left else failure)
+        follower.close()
+
+
+def test_rank_0_of_another_version_is_told_by_name() -> None:
+    with leading(2) as (_, others, _):
+        place = json.loads(others._store.get(PLACE))
+        for changed in ({**place, "protocol": PROTOCOL + 1}, {"word": "x"}, []):
+            others._store.set(PLACE, json.dumps(changed))
+            with pytest.raises(ConnectionError, match="another version of ckpt"):
+                others.connect(1, 60, WAITING)
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_local"),
+    [
+        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}, True),
+        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, False),
+        ({"WORLD_SIZE": "2"}, False),
+        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, False),
+        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "CKPT_HOST": "10.0.0.1"}, False),
+        ({"CKPT_HOST": "127.0.0.1"}, True),
+    ],
+)
+def test_rank_0_listens_at_the_loopback_alone_if_all_ranks_are_on_its_host(
+    variables: dict[str, str], is_local: bool
+) -> None:
+    store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    launched = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port), **variables}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "CKPT_HOST"):
+            patch.delenv(name, raising=False)
+        for name, value in launched.items():
+            patch.setenv(name, value)
+        leader = Coordinator(Rendezvous(dist.PrefixStore("a", store), "here"), 2)
+        with leader.call("meeting", 60):
+            assert leader._listener is not None
+            assert (leader._listener.getsockname()[0] == LOOPBACK) is is_local
+        with Rendezvous(dist.PrefixStore("a", store), "here").connect(1, 60, WAITING)._socket:
+            leader.close()
 
 
 def fork_and_agree() -> tuple[bool, list[int]]:
@@ -295,7 +472,7 @@ def test_ranks_meet_at_a_tcp_store(clusters: Callable) -> None:
 
 
 def test_strangers_are_not_listened_to(clusters: Callable) -> None:
-    assert clusters(2).run(with_strangers) == [[5, 6], [5, 6]]
+    assert clusters(2).run(with_strangers) == [([5, 6], []), ([5, 6], [True] * 10)]
 
 
 def agree_with_too_many_files() -> tuple[str, list[int]]:
@@ -368,7 +545,9 @@ def test_what_looks_like_one_machine_and_is_two_meets_at_the_other_address() -> 
     store = dist.HashStore()
     leader, follower = Rendezvous(store, "here"), Rendezvous(store, "here")
     with socket.create_server(("127.0.0.2", 0)) as server:  # not at the loopback address
-        place = _Place(leader.word, _machine(), ["127.0.0.2"], server.getsockname()[1], False, 0.0)
+        place = _Place(
+            PROTOCOL, leader.secret, _machine(), ["127.0.0.2"], server.getsockname()[1], False, 0.0
+        )
         follower._store.set(PLACE, json.dumps(asdict(place)))
         follower.connect(1, 60, WAITING).close()
 
@@ -405,13 +584,13 @@ class Kept(dist.Store):
 def test_a_place_of_before_this_process_is_no_reason_to_give_up() -> None:
     with socket.create_server((LOOPBACK, 0)) as server, socket.socket() as dead:
         dead.bind((LOOPBACK, 0))  # and does not listen
-        here = _Place("new", _machine(), [], server.getsockname()[1], False, time.time())
-        old = replace(here, word="old", port=dead.getsockname()[1], at=_began() - 1)
+        here = _Place(PROTOCOL, "new", _machine(), [], server.getsockname()[1], False, time.time())
+        old = replace(here, secret="old", port=dead.getsockname()[1], at=_began() - 1)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(rendezvous_module, "REFUSED_SECONDS", -1.0)
             rendezvous = Rendezvous(Kept([old, old, here]), "here")
             rendezvous.connect(1, 60, WAITING).close()
-            assert rendezvous.word == "new"
+            assert rendezvous.secret == "new"
             with pytest.raises(ConnectionError, match="cannot be reached"):
                 Rendezvous(Kept([replace(old, at=time.time())]), "here").connect(1, 60, WAITING)
 
