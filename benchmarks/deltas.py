@@ -18,8 +18,7 @@ import torch
 from torch.nn import functional as F
 
 import ckpt
-from formats.native.manifest import MANIFEST
-from formats.native.manifest_loader import load
+from formats.native.manifest import MANIFEST, load
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 

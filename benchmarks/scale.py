@@ -36,10 +36,9 @@ from ckpt.state.state_spec import StateSpec, merged
 from formats.catalog import Catalog, TensorRef
 from formats.errors import SizeError, TooLargeError
 from formats.native import reader
-from formats.native.manifest import MANIFEST, Manifest, ShardFile, StoredTensor, dump
-from formats.native.manifest_loader import load
+from formats.native.manifest import MANIFEST, Manifest, ShardFile, StoredTensor, dump, load
 from formats.native.shard import ALIGN, CHUNK_BYTES, RECORD, TABLE
-from formats.safetensors_header import build
+from formats.safetensors.header import build
 from formats.storage import LOCAL_READ_BYTES
 from sharding.layout import Mesh
 

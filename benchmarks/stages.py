@@ -60,7 +60,7 @@ LOAD: Where = {
         "ckpt.transfer.read:byte_ranges_of",
     ),
     "reading": ("ckpt.stores.local_store:LocalStore.read_into",),
-    "verifying": ("formats.native.chunk_table:ChunkTable.wrong",),
+    "verifying": ("formats.native.opened_shard:ChunkTable.wrong",),
     "placing what was not read in place": ("ckpt.transfer.read:_place",),
 }
 

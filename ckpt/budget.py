@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from formats.sizes import parse_size
+from formats.limits import parse_size
 from sharding.errors import ArgumentError
 
 VARIABLE = "CKPT_MEMORY_BUDGET"

@@ -41,8 +41,7 @@ from ckpt.transfer.bases import BaseFiles, base_files, base_files_beside
 from ckpt.transfer.commit import GRACE_SECONDS
 from formats.errors import FormatError
 from formats.limits import current
-from formats.native.manifest import MANIFEST
-from formats.native.manifest_loader import load
+from formats.native.manifest import MANIFEST, load
 from formats.threads import Pool
 
 __all__ = ["LeftOver", "gc"]

@@ -6,7 +6,7 @@ Rules:
    appears during the conversion. The new checkpoint appears as a whole, and the old one stays until
    then (`ckpt.placing`).
 2. A conversion holds a few blocks in memory, whatever the size of a tensor or the model. The files
-   of each format are planned (`formats.file_plan`), and copied by several threads
+   of each format are planned (`formats.outgoing`), and copied by several threads
    (`ckpt.transfer.copy_files`) or ranks (`ckpt.transfer.copy_shares`).
 3. A result with fewer weights than the source, or another dtype of one, is an error that names
    each, before a byte is written, unless the caller chose so or allows it (`ckpt.losses`).
@@ -50,13 +50,14 @@ from ckpt.target_formats import (
 from ckpt.targets import check_file, check_folder, check_native
 from ckpt.transfer.copy_shares import called_together, write_plans
 from ckpt.transfer.copy_streams import memory_bytes_of
-from formats import dcp, gguf_write, huggingface, npz, safetensors_file, torch_save
+from formats import dcp, gguf, npz, torch_save
 from formats.catalog import OpaqueValue, Tree, join, without_opaque
 from formats.errors import UnsupportedError
-from formats.file_plan import FilePlan
-from formats.huggingface import with_modules
 from formats.native.shard import Progress
-from formats.outgoing import Outgoing
+from formats.outgoing import FilePlan, Outgoing
+from formats.safetensors import file as safetensors_file
+from formats.safetensors import huggingface
+from formats.safetensors.huggingface import with_modules
 from formats.storage import Writer
 from sharding.agreement.call_events import Clock
 from sharding.agreement.ranks import SELF, Ranks
@@ -394,7 +395,7 @@ class _Target:
             case Format.NPZ:
                 return [npz.plan(name, state)]
             case Format.GGUF:
-                return [gguf_write.plan(name, state)]
+                return [gguf.plan(name, state)]
         return [torch_save.plan(name, state)]
 
     def write(

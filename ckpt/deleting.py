@@ -23,9 +23,8 @@ from ckpt.stores.store import (
 )
 from ckpt.transfer.bases import borrowers, borrowing, check_unused, dependents
 from ckpt.transfer.commit import withdraw
-from formats.folders import is_shard, sign_of_another_format
-from formats.native.manifest import MANIFEST, read_manifest
-from formats.native.manifest_loader import load
+from formats.detect import is_shard, sign_of_another_format
+from formats.native.manifest import MANIFEST, load, read_manifest
 
 __all__ = ["delete"]
 

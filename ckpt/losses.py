@@ -26,7 +26,7 @@ from formats import gguf
 from formats.catalog import Catalog, OpaqueValue, Tree, join, named_leaves
 from formats.errors import FormatError, UnsupportedError
 from formats.outgoing import Outgoing
-from formats.safetensors_file import is_carried
+from formats.safetensors.file import is_carried
 from sharding.errors import ArgumentError
 from sharding.url_secrets import without_secrets
 

@@ -30,10 +30,10 @@ from ckpt.errors import NotACheckpointError
 from ckpt.mapping.casts import FLOATS, Casts
 from ckpt.stores.store import Options, open_store, split_url
 from formats.catalog import Catalog
+from formats.detect import ENDINGS
 from formats.dtypes import DType
-from formats.file_plan import FilePlan
 from formats.limits import check, current
-from formats.magic import ENDINGS
+from formats.outgoing import FilePlan
 from formats.storage import Reader
 from formats.strict_json import decode_object
 from sharding.url_secrets import without_secrets
@@ -135,7 +135,7 @@ class _Found:
     reader: Reader
     own: Collection[str]
     modules: Collection[str]
-    """Sub-folders whose weights go along (`formats.huggingface.with_modules`)."""
+    """Sub-folders whose weights go along (`formats.safetensors.huggingface.with_modules`)."""
     content: dict[str, bytes] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
 

@@ -20,11 +20,10 @@ from ckpt.transfer.commit import commit, is_not_there, now
 from ckpt.transfer.copy_shares import write_plans
 from ckpt.transfer.copy_streams import streamed
 from ckpt.version import __version__
-from formats.file_plan import FilePlan
 from formats.native.manifest import Manifest, ShardFile
 from formats.native.shard import ShardSummary, stored_order
 from formats.native.shard_writer import plan_shard, planned_summary, write_shard
-from formats.outgoing import OutgoingTensor
+from formats.outgoing import FilePlan, OutgoingTensor
 from sharding.agreement.ranks import Ranks
 
 

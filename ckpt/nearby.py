@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ckpt.display import natural
 from ckpt.stores.store import Store, join_url, local_path, split_url
-from formats.folders import folder_format
+from formats.detect import folder_format
 from formats.native.manifest import MANIFEST
 
 LOOKS, DEEPER_LOOKS = 8, 2

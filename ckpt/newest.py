@@ -37,8 +37,7 @@ from ckpt.stores.store import Options, Store, absolute, is_file, join_url, open_
 from ckpt.verifying import verify as verify_all
 from formats.errors import CorruptError, FormatError, UnsupportedError
 from formats.limits import current
-from formats.native.manifest import MANIFEST, Manifest
-from formats.native.manifest_loader import load
+from formats.native.manifest import MANIFEST, Manifest, load
 from formats.threads import Pool
 
 __all__ = ["latest"]

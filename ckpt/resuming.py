@@ -28,8 +28,7 @@ from ckpt.errors import ExistsError
 from ckpt.placing import remove
 from ckpt.sources import Source
 from ckpt.stores.request_errors import explained_on_disk
-from formats.file_plan import FilePlan, Late
-from formats.outgoing import OutgoingTensor
+from formats.outgoing import FilePlan, Late, OutgoingTensor
 from formats.storage import FileWriter, Writer
 
 READ_BYTES = 1 << 20

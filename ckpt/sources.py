@@ -6,19 +6,26 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 
-import formats
 from ckpt import in_flight
 from ckpt.errors import NotACheckpointError
 from ckpt.nearby import advice_at, nothing_at
 from ckpt.stores.replacement_guard import guarded
 from ckpt.stores.store import Options, Store, is_file, join_url, open_store, split_url
 from formats.catalog import Catalog
+from formats.detect import (
+    DCP_METADATA,
+    EMPTY,
+    HEAD_BYTES,
+    JSON,
+    SAFETENSORS,
+    TEXT,
+    folder_format,
+    is_shard,
+    kind_of,
+)
 from formats.errors import CorruptError, ForeignFileError, FormatError
-from formats.folders import DCP_METADATA, folder_format, is_shard
 from formats.limits import check, current
-from formats.magic import EMPTY, HEAD_BYTES, JSON, SAFETENSORS, TEXT, kind_of
 from formats.native.manifest import MANIFEST
 from sharding.errors import listed
 from sharding.url_secrets import without_secrets
@@ -138,8 +145,7 @@ def _read_file(store: Store, name: str) -> Catalog:
         raise CorruptError(f"{store.url}/{name}: the file is empty; {kind.advice}")
     if not kind.reader:
         raise ForeignFileError(f"{store.url}/{name}", kind.name, kind.advice)
-    catalog: Catalog = import_module(f"{formats.__name__}.{kind.reader}").read(store, name)
-    return catalog
+    return kind.read(store, name)
 
 
 def _read_folder(store: Store, with_advice: bool = False) -> Catalog:

@@ -6,12 +6,13 @@ import os
 from collections.abc import Iterable, Sequence
 from enum import Enum
 
-from formats import gguf_write, npz, safetensors_file
+from formats import gguf, npz
 from formats.catalog import TypedValue, named_leaves
-from formats.dcp_nest import lost
+from formats.dcp.nest import lost
+from formats.detect import ENDINGS
 from formats.errors import UnsupportedError
-from formats.magic import ENDINGS
 from formats.outgoing import Outgoing
+from formats.safetensors import file as safetensors_file
 from sharding.errors import ArgumentError, listed
 from sharding.kind import Kind
 from sharding.url_secrets import without_secrets
@@ -80,10 +81,10 @@ def left_out(chosen: Format, state: Outgoing) -> tuple[str, ...]:
     if chosen is Format.NPZ:
         lacking = npz.left_out(state)
     elif chosen is Format.GGUF:
-        lacking = gguf_write.left_out(state)
+        lacking = gguf.left_out(state)
     elif chosen is Format.DCP:
         lacking = (name for name, is_empty in lost(state.tree) if is_empty)
-    known = gguf_write.METADATA if chosen is Format.GGUF else ()
+    known = gguf.METADATA if chosen is Format.GGUF else ()
     kept = (f"metadata[{key!r}]" for key in sorted(state.metadata) if key not in known)
     return (*lacking, *kept)
 

@@ -34,11 +34,10 @@ from ckpt.stores.store import (
 )
 from ckpt.transfer.bases import base_files_beside, check_unused
 from ckpt.transfer.commit import check_no_link, check_no_other
+from formats.detect import DCP_METADATA, is_shard
 from formats.errors import FormatError
-from formats.folders import DCP_METADATA, is_shard
 from formats.limits import current
-from formats.native.manifest import MANIFEST, read_manifest
-from formats.native.manifest_loader import load
+from formats.native.manifest import MANIFEST, load, read_manifest
 from sharding.errors import listed
 
 SHOWN_NAMES = 5

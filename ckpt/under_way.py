@@ -27,7 +27,7 @@ from ckpt.stores.store import Options, Store, absolute, join_url, local_path, op
 from formats.errors import FormatError
 from formats.limits import current
 from formats.native.manifest import MANIFEST
-from formats.safetensors_header import PREFIX_BYTES
+from formats.safetensors.header import PREFIX_BYTES
 
 RECENT, FAR_RECENT = 32, 4
 """The most folders in a place that are looked into: on a disk, and in a bucket, where each costs a

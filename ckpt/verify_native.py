@@ -23,8 +23,7 @@ import xxhash
 from ckpt.report import Findings, Problem
 from formats.errors import FormatError
 from formats.native.borrowed import Root, Run
-from formats.native.manifest import MANIFEST, Manifest, ShardFile, read_manifest
-from formats.native.manifest_loader import load
+from formats.native.manifest import MANIFEST, Manifest, ShardFile, load, read_manifest
 from formats.native.opened_shard import OWN_ENTRIES, Shard, first_chunks
 from formats.native.reader import Shards
 from formats.native.shard import RECORD

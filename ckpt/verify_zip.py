@@ -15,12 +15,12 @@ from ckpt.report import Findings, Problem
 from ckpt.transfer.read import RangeReader
 from ckpt.transfer.record_sums import RecordSums
 from formats.catalog import Catalog, Extent
-from formats.dcp_items import Items
-from formats.dcp_nest import METADATA
+from formats.dcp.nest import METADATA
+from formats.dcp.reader import Items
 from formats.errors import FormatError
 from formats.limits import check
-from formats.pickle_reader import load
-from formats.pickle_records import Metadata
+from formats.pickles.machine import load
+from formats.pickles.records import Metadata
 from formats.storage import Reader
 from formats.zip_records import Archive, Compressed
 

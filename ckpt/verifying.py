@@ -22,11 +22,11 @@ from ckpt.stores.store import Options, Store, is_file, open_store, split_url
 from ckpt.verify_native import check_native
 from ckpt.verify_zip import check_counts, check_dcp, check_zip
 from formats.catalog import Catalog
+from formats.detect import DCP_METADATA, folder_format
 from formats.errors import FormatError, UnsupportedError
-from formats.folders import DCP_METADATA, folder_format
 from formats.joined import Subfolder
 from formats.native.manifest import MANIFEST
-from formats.safetensors_header import read_header
+from formats.safetensors.header import read_header
 from formats.storage import Reader
 from sharding.errors import listed
 

@@ -19,11 +19,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from formats import torch_save
 from formats.catalog import Catalog, Pieces, PieceTable, StoredPiece, TensorRecord
 from formats.errors import CorruptError, FormatError, UnsupportedError
 from formats.joined import Part, joined
 from formats.storage import Reader
-from formats.torch_files import read_torch
 from sharding.layout import Box, Piece
 
 FILE = re.compile(r"consolidated\.([0-9]{2,4})\.pth")
@@ -49,7 +49,7 @@ def read(reader: Reader) -> Catalog:
             f"{reader.url}: consolidated files are missing, there are {', '.join(names)}; copy "
             "all of them"
         )
-    parts = [read_torch(reader, name) for name in names]
+    parts = [torch_save.read(reader, name) for name in names]
     if len(parts) == 1:
         return joined("consolidated", [Part((), parts[0])])
     for part, name in zip(parts, names, strict=True):

@@ -1,17 +1,20 @@
-"""Reads GGUF files, the format of llama.cpp: a header of typed values, and tensors.
+"""Reads and plans GGUF files, the format of llama.cpp: a header of typed values, and tensors.
 
-The layout is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3,
-little-endian. `formats.gguf_write` writes it. Rules:
+The layout is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, little-endian:
+versions 2 and 3 are read, 3 is written. Rules:
 
-1. Tensors have their names. The file's values are a dict under the key `gguf` of the tree.
+1. Tensors have their names. The file's values are a dict under the key `gguf` of the tree. A file
+   from another format has none, not even an architecture.
 2. A tensor of a quantised type is read as stored: bytes, whose last dimension has the bytes of a
    row of blocks. The metadata has `gguf.quantised`, a JSON object from its name to its type and its
-   true shape.
+   true shape. A tensor to write is F32, F16, BF16, F64 or a signed integer, or such bytes. Any
+   other dtype is refused by name.
 3. Integers and floats of the values are Python's. The metadata has `gguf.types`, a JSON object with
    the type of each value that a writer would not choose again.
 4. Text of the values may have bytes that are not UTF-8: tokens may be parts of characters. Such a
    byte is half a surrogate pair, as in Python's names of files, and is written as it was.
 5. Numbers in the header size nothing before they are compared with the file and the limits.
+6. ggml refuses names of 64 bytes and more, and more than 4 dimensions, so they are not written.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from struct import Struct, unpack
+from struct import Struct, pack, unpack
+from struct import error as StructError
 from typing import NamedTuple
 
 from formats.catalog import (
@@ -38,7 +42,10 @@ from formats.catalog import (
 from formats.dtypes import BY_NAME, DType
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 from formats.limits import DIMENSIONS, ELEMENTS, Names, check, current
+from formats.outgoing import FilePlan, Outgoing, OutgoingTensor, Part, encoded_name
+from formats.safetensors import file as safetensors_file
 from formats.storage import Reader
+from formats.strict_json import decode_object
 from sharding.layout import Box, Piece
 
 GGUF = "gguf"
@@ -388,3 +395,118 @@ def _unusual(values: Mapping[Key, Tree], kinds: Mapping[str, str]) -> str:
     """Returns the types of the values for which a writer would choose others, as JSON."""
     found = {key: kind for key, kind in kinds.items() if type_of(values[key]) != kind}
     return json.dumps(found, ensure_ascii=False)
+
+
+METADATA = (QUANTISED, TYPES)
+"""The keys of the metadata that a file has in its values and types."""
+NAME_BYTES = 63
+MOST_DIMENSIONS = 4
+_NUMBERS = {name: number for number, name in TENSOR_TYPES.items()}
+_BLOCKS = {block.name: number for number, block in BLOCK_TYPES.items()}
+
+
+def plan(name: str, state: Outgoing) -> FilePlan:
+    """Plans the GGUF file `name` with the tensors and the values of a state.
+
+    Raises UnsupportedError if GGUF has no such dtype, name or shape, FormatError if a name is not
+    Unicode text.
+    """
+    quantised = _object(state, QUANTISED)
+    values, _ = _values(state)
+    head = MAGIC + pack("<IQQ", VERSIONS[-1], len(state.tensors), len(values)) + b"".join(values)
+    entries: list[bytes] = []
+    parts: list[Part] = []
+    offset = 0
+    for tensor in state.tensors.values():
+        kind, shape = _kind(name, tensor, quantised)
+        sizes = pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        entries.append(_text(tensor.name) + sizes + pack("<IQ", kind, offset))
+        padding = -tensor.nbytes % ALIGN_BYTES
+        parts += [tensor, bytes(padding)] if padding else [tensor]
+        offset += tensor.nbytes + padding
+    head += b"".join(entries)
+    return FilePlan(name, [head + bytes(-len(head) % ALIGN_BYTES), *parts])
+
+
+def left_out(state: Outgoing) -> tuple[str, ...]:
+    """Returns the key paths of values and the tied names of a state, which a file lacks."""
+    values, lost = _values(state)
+    rest = state.tree
+    if values and isinstance(rest, dict):
+        rest = {key: tree for key, tree in rest.items() if key != GGUF}
+    return (*safetensors_file.left_out(rest), *lost, *state.aliases)
+
+
+def _kind(
+    file: str, tensor: OutgoingTensor, quantised: Mapping[str, object]
+) -> tuple[int, tuple[int, ...]]:
+    """Returns the number of a tensor's type, and its shape in the header."""
+    name, shape, kind = tensor.name, tensor.shape, _NUMBERS.get(tensor.dtype.name)
+    described = quantised.get(name)
+    if tensor.dtype.name == "U8" and isinstance(described, list) and len(described) == 2:
+        number = _BLOCKS.get(str(described[0]), -1)
+        true_shape = tuple(described[1]) if isinstance(described[1], list) else ()
+        if number >= 0 and BLOCK_TYPES[number].byte_shape(true_shape) == shape:
+            kind, shape = number, true_shape
+    if kind is None:
+        raise UnsupportedError(
+            f"{file}: GGUF has no {tensor.dtype}, of {name}; cast it (dtype='float16'), or "
+            "leave it out (exclude=)"
+        )
+    if len(encoded_name(name)) > NAME_BYTES or len(shape) > MOST_DIMENSIONS:
+        raise UnsupportedError(
+            f"{file}: {name} of shape {list(shape)}: in GGUF names have at most {NAME_BYTES} bytes "
+            f"and tensors at most {MOST_DIMENSIONS} dimensions; leave it out (exclude=)"
+        )
+    return kind, shape
+
+
+def _object(state: Outgoing, key: str) -> dict[str, object]:
+    """Returns the JSON object of a metadata key; an empty one without it."""
+    try:
+        return dict(decode_object(state.metadata.get(key, "{}"), key))
+    except FormatError:
+        return {}  # the metadata of a user who has the same key
+
+
+def _values(state: Outgoing) -> tuple[list[bytes], list[str]]:
+    """Returns the encoded values, and the names of those that GGUF lacks."""
+    tree, types = state.tree, _object(state, TYPES)
+    values = tree.get(GGUF) if isinstance(tree, dict) else None
+    found, lost = [], []
+    for key, value in values.items() if isinstance(values, dict) else ():
+        kind = types.get(str(key)) or type_of(value)
+        if key == ALIGNMENT or isinstance(value, TensorRef):
+            continue  # tensors are aligned to the default here, and are no values
+        encoded = _encoded(key, value, str(kind)) if kind is not None else None
+        if encoded is None:
+            lost.append(f"{GGUF}.{key}")
+        else:
+            found.append(encoded)
+    return found, lost
+
+
+def _encoded(key: Key, value: Tree, kind: str) -> bytes | None:
+    """Returns a value with its key and type; None if it is not of this type."""
+    name, _, inner = kind.partition(":")
+    try:
+        head = _text(str(key)) + pack("<I", VALUE_TYPES.index(name))
+        if name != "ARRAY":
+            return head + _plain(value, name)
+        if not isinstance(value, list):
+            return None
+        counts = pack("<IQ", VALUE_TYPES.index(inner), len(value))
+        return head + counts + b"".join(_plain(each, inner) for each in value)
+    except (ValueError, TypeError, KeyError, StructError):
+        return None
+
+
+def _plain(value: Tree, kind: str) -> bytes:
+    if kind == "STRING":
+        return _text(str(value), "surrogateescape")
+    return pack(f"<{CODES[kind]}", value)
+
+
+def _text(text: str, errors: str = "strict") -> bytes:
+    data = text.encode("utf-8", errors)
+    return pack("<Q", len(data)) + data

@@ -7,19 +7,24 @@ work with a limit first. Rules:
    environment raises them. No honest checkpoint exceeds the constants below: they are fixed.
 2. A checkpoint keeps the limits with which it was opened, in all threads.
 3. A number above a limit is a HostileError with the limit's name, the number and the remedy.
+4. Dict keys with equal hashes are refused: an attacker has chosen them, since n of them take n²
+   comparisons. Python randomizes the hashes of text and bytes, and those of numbers and tuples are
+   predictable.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
+from decimal import Decimal
 from functools import lru_cache
 
 from formats.errors import HostileError
-from formats.sizes import parse_size
 from sharding.errors import ArgumentError
 
 __all__ = ["limits"]
@@ -209,4 +214,58 @@ class Names:
             raise HostileError(
                 f"{self._where}: all its names, which repeat the keys above them, are over "
                 f"{NAME_CHARS_A_BYTE} times as long as the bytes that describe them"
+            )
+
+
+_SIZE = re.compile(r"(?P<number>[0-9]{1,30}(?:\.[0-9]{1,30})?) ?(?P<unit>[kKMGT](?:i?B)?|B)?")
+_DECIMAL = {"k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {"k": 2**10, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_size(text: str) -> int:
+    """Returns the bytes of a size such as `5GB`, `40kB` or `1M` (decimal), `2GiB` or `4096`.
+
+    Raises:
+        ArgumentError: the text is not a size, or is zero.
+
+    >>> parse_size("5GB"), parse_size("1.5KiB"), parse_size("40kB"), parse_size("1M")
+    (5000000000, 1536, 40000, 1000000)
+    """
+    match = _SIZE.fullmatch(text.strip())
+    size = int(Decimal(match["number"]) * _bytes_of(match["unit"] or "B")) if match else 0
+    if size < 1:
+        raise ArgumentError(
+            f"{text!r} is no size; write a number of bytes, 500MB or 5GB (decimal), or 2GiB "
+            "(binary)"
+        )
+    return size
+
+
+def _bytes_of(unit: str) -> int:
+    return 1 if unit == "B" else (_BINARY if "i" in unit else _DECIMAL)[unit[0]]
+
+
+_APART = sys.hash_info.modulus
+"""No three integers between minus this number and this number have the same hash."""
+
+
+class KeysApart:
+    """Checks that no dict or set that is being made has many keys with one hash."""
+
+    def __init__(self, where: str = "") -> None:
+        """`where` begins the message, unless the caller adds it."""
+        self._where = f"{where}: " if where else ""
+        self._alike: dict[int, int] = {}
+
+    def check(self, key: object, owner: object) -> None:
+        """Raises HostileError if `owner` has too many keys with the hash of `key`."""
+        kind = type(key)
+        if kind is str or (kind is int and -_APART < key < _APART):  # type: ignore[operator]
+            return
+        slot = hash(key) ^ id(owner)
+        count = self._alike[slot] = self._alike.get(slot, 0) + 1
+        if count > ALIKE_KEYS:
+            raise HostileError(
+                f"{self._where}over {ALIKE_KEYS} keys of one dict have the same hash, which does "
+                "not happen by chance"
             )

@@ -37,7 +37,7 @@ def read(reader: Reader) -> Catalog:
 
     Raises:
         UnsupportedError: the tensors have another format.
-        FormatError: a file is invalid. Further errors are those of `formats.dcp_read`.
+        FormatError: a file is invalid. Further errors are those of `formats.dcp.reader`.
     """
     entries = reader.entries()
     if METADATA in entries:

@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Callable
 from math import prod
 
-from formats import safetensors_file
 from formats.catalog import (
     Catalog,
     Chunk,
@@ -33,16 +32,15 @@ from formats.catalog import (
     Tree,
     check_inside,
 )
-from formats.crc32 import combine
 from formats.dtypes import DType
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
-from formats.file_plan import FilePlan
 from formats.limits import DIMENSIONS, ELEMENTS, Names, check
-from formats.outgoing import Outgoing, OutgoingTensor, encoded_name
-from formats.pickle_numpy import NumpyArray, code_of
+from formats.outgoing import FilePlan, Outgoing, OutgoingTensor, encoded_name
+from formats.pickles.tree import BARE_TENSOR
+from formats.pickles.values import NumpyArray, code_of
+from formats.safetensors import file as safetensors_file
 from formats.storage import Reader
-from formats.torch_tree import BARE_TENSOR
-from formats.zip_plan import Member, zip_parts
+from formats.zip_plan import Member, combine, zip_parts
 from formats.zip_records import Archive, Compressed
 from sharding.errors import listed
 from sharding.layout import Box, Piece

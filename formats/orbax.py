@@ -34,16 +34,16 @@ from formats.catalog import (
     TensorRef,
     Tree,
 )
-from formats.dcp_nest import nested
+from formats.dcp.nest import nested
 from formats.dtypes import DType
 from formats.errors import CorruptError, FormatError, HostileError
 from formats.joined import Part, below, joined
 from formats.limits import DEPTH, ELEMENTS, check
-from formats.pickle_numpy import NumpyDType
-from formats.pickle_records import is_shape
+from formats.pickles.records import is_shape
+from formats.pickles.tree import KeyPath
+from formats.pickles.values import NumpyDType
 from formats.storage import Reader
 from formats.strict_json import decode_object
-from formats.torch_tree import KeyPath
 from sharding.layout import Box, Piece, row_major
 
 METADATA = "_METADATA"

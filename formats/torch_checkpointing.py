@@ -31,15 +31,15 @@ from formats.catalog import (
     TensorRef,
     Tree,
 )
-from formats.deepspeed_files import File, opened
+from formats.deepspeed.zero import File, opened
 from formats.errors import CorruptError, FormatError, UnsupportedError
 from formats.limits import AXES, RANKS, check
-from formats.pickle_reader import load
-from formats.pickle_records import Opaque, StoredTensor, is_shape
+from formats.pickles.machine import load
+from formats.pickles.records import Opaque, StoredTensor, is_shape
+from formats.pickles.tree import KeyPath, Nest, shown
 from formats.storage import Reader
 from formats.strict_json import decode_object
-from formats.torch_tree import KeyPath, Nest, shown
-from formats.zip_records import PICKLE
+from formats.zip_records import DATA_PICKLE
 from sharding.errors import ArgumentError
 from sharding.layout import Box, Layout, Mesh, Piece, Placement, Replicate, Shard
 
@@ -209,8 +209,8 @@ class _Folder:
         """Returns an item without sharded tensors (rule 3)."""
         first, *others = files.values()
         is_plain = not any(name.startswith("data/") for name in first.archive.names)
-        pickled = first.archive.read(PICKLE)
-        if not others or (is_plain and all(o.archive.read(PICKLE) == pickled for o in others)):
+        pickled = first.archive.read(DATA_PICKLE)
+        if not others or (is_plain and all(o.archive.read(DATA_PICKLE) == pickled for o in others)):
             return self.nest.tree(first.content, (item,), first.archive)
         return {
             f"rank {rank}": self.nest.tree(file.content, (item, f"rank {rank}"), file.archive)

@@ -1,13 +1,17 @@
-"""Reads and writes files of torch.save (.pt, .pth, .bin) in the zip format of torch since 1.6.
+"""Reads and writes files of torch.save (.pt, .pth, .bin), and reads files that are one pickle.
 
-`read` opens the zip directory and, by the restricted reader, `data.pkl`. A tensor is a view of its
-storage record, with the strides and offset in the pickle. The file of a TorchScript program is such
-a zip too: its attributes are the tree, or the constants of a frozen one, and its code is not read.
-`plan` makes a zip that `torch.load` opens with `weights_only=True` and with `mmap=True`: storages
-are uncompressed and begin at multiples of 64 bytes, and zip64 holds sizes beyond 4 GiB. torch is
-not needed.
+A file since torch 1.6 is a zip. `read_archive` opens its directory and, by the restricted reader,
+`data.pkl`. A tensor is a view of its storage record, with the strides and offset in the pickle. The
+file of a TorchScript program is such a zip too: its attributes are the tree, or the constants of a
+frozen one, and its code is not read. `plan` makes a zip that `torch.load` opens with
+`weights_only=True` and with `mmap=True`: storages are uncompressed and begin at multiples of 64
+bytes, and zip64 holds sizes beyond 4 GiB. torch is not needed.
 
-`formats.torch_legacy` reads files of the older format, a row of pickles.
+An older file is a row of pickles, the state among them, and then the storages in the order of the
+listed keys: the number of elements in 8 bytes, and the elements. Its tensors thus lie at known
+bytes as well. torch writes it today if `_use_new_zipfile_serialization=False`. A pickle of plain
+`pickle.dump` has numpy's arrays and torch's storages inside. Neither has checksums. The reader
+reads the beginning of such a file, and twice as much each time that the pickles do not end in it.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from formats import torch_legacy
+from formats import npz
 from formats.catalog import (
     Catalog,
     Extent,
@@ -28,16 +32,32 @@ from formats.catalog import (
     map_tree,
     module_metadata,
 )
-from formats.errors import CorruptError
-from formats.file_plan import FilePlan, Part
-from formats.outgoing import Outgoing, OutgoingTensor
-from formats.pickle_reader import load, load_whole
-from formats.pickle_records import Storage, StoredTensor
-from formats.pickle_writer import StateDict, dump
+from formats.detect import HEAD_BYTES, PICKLE, kind_of, zip_kind
+from formats.errors import (
+    CorruptError,
+    ForeignFileError,
+    FormatError,
+    HostileError,
+    SizeError,
+    UnsupportedError,
+)
+from formats.limits import check
+from formats.outgoing import FilePlan, Outgoing, OutgoingTensor, Part
+from formats.pickles.machine import (
+    COUNT_BYTES,
+    LEGACY_MAGIC,
+    Loaded,
+    load,
+    load_first,
+    load_row,
+    load_whole,
+)
+from formats.pickles.records import Storage, StoredTensor
+from formats.pickles.tree import Nest
+from formats.pickles.writer import StateDict, dump
 from formats.storage import Reader
-from formats.torch_tree import Nest
 from formats.zip_plan import Member, zip_parts
-from formats.zip_records import PICKLE, Archive
+from formats.zip_records import DATA_PICKLE, Archive
 from sharding.errors import ArgumentError, listed
 from sharding.layout import row_major
 
@@ -58,7 +78,7 @@ FOLDER = "archive/"
 
 
 def read(reader: Reader, name: str) -> Catalog:
-    """Reads the catalog of the file `name`, of this or the older format, and no tensor.
+    """Reads the catalog of the file `name`, of any age, and no tensor.
 
     Raises:
         HostileError: the pickle has a name of an attack. Nothing was executed.
@@ -66,18 +86,30 @@ def read(reader: Reader, name: str) -> Catalog:
         CorruptError: the file is truncated or damaged.
         FormatError: the file is invalid in another way.
     """
-    try:
-        archive = Archive(reader, name)
-    except CorruptError:
-        if reader.size(name) and reader.read(name, 0, 1) == b"\x80":
-            return torch_legacy.read(reader, name)
-        raise
-    return read_archive(archive, reader.size(name))
+    size = reader.size(name)
+    if kind_of(reader.read(name, 0, min(HEAD_BYTES, size))) is PICKLE:
+        return read_pickles(reader, name)
+    return read_archive(Archive(reader, name), size)
+
+
+def read_zip(reader: Reader, name: str) -> Catalog:
+    """Reads the catalog of a zip of torch.save, of TorchScript or of numpy, by its records.
+
+    Raises as the reader of its format does, and ForeignFileError for another kind of zip.
+    """
+    archive, size = Archive(reader, name, is_torch=False), reader.size(name)
+    kind = zip_kind(archive.names)
+    if kind is None:
+        archive.enter()
+        return read_archive(archive, size)
+    if kind.reader:
+        return npz.read_archive(archive, size)
+    raise ForeignFileError(name, kind.name, kind.advice)
 
 
 def read_archive(archive: Archive, size: int) -> Catalog:
     """Reads the catalog of a zip that is a file of `size` bytes. Raises as `read` does."""
-    name, pickled = archive.file, archive.read(PICKLE)
+    name, pickled = archive.file, archive.read(DATA_PICKLE)
     nest = Nest(name, len(pickled))
     loaded = load_whole(pickled, name)
     nest.attributes = loaded.attributes
@@ -196,5 +228,88 @@ def archive_parts(
     storages = [
         Member(f"{FOLDER}data/{key}", tensor, ALIGNMENT) for key, tensor in enumerate(tensors)
     ]
-    first = (Member(FOLDER + PICKLE, pickled), Member(FOLDER + "byteorder", b"little"))
+    first = (Member(FOLDER + DATA_PICKLE, pickled), Member(FOLDER + "byteorder", b"little"))
     return zip_parts([*first, *storages, Member(FOLDER + "version", b"3\n")], tensors_before)
+
+
+LEGACY, PLAIN_PICKLE = "torch-legacy", "pickle"
+"""The names of the two formats."""
+FIRST_BYTES = 1 << 20
+"""Bytes of the first read."""
+
+
+def read_pickles(reader: Reader, name: str) -> Catalog:
+    """Reads the catalog of the file `name`: its pickles, and no tensor of the older format.
+
+    Raises:
+        HostileError: a pickle has a name of an attack. Nothing was executed.
+        UnsupportedError: bytes follow a plain pickle, as in files of joblib.
+        CorruptError: the file is truncated.
+        FormatError: the file is invalid in another way.
+    """
+    size = reader.size(name)
+    loaded, row = _load_pickles(reader, name, size)
+    if row is None and loaded.end != size:
+        raise UnsupportedError(
+            f"{name}: {size - loaded.end} bytes follow its pickle: there are several, or joblib "
+            "wrote it; load it with the library that wrote it, and save it with torch.save"
+        )
+    held = loaded if row is None else row
+    storages = LegacyStorages(reader, name, size, held.storages, held.end)
+    if row is None and held.storages:
+        raise FormatError(f"{name}: the pickle refers to storages outside of it")
+    nest = Nest(name, held.end)
+    tree = nest.tree(held.value, (), storages)
+    kind = PLAIN_PICKLE if row is None else LEGACY
+    return Catalog(kind, nest.tensors, tree, (FileRecord(name, size),), nest.aliases)
+
+
+class LegacyStorages:
+    """The storages of a file, which lie end to end from a byte on."""
+
+    def __init__(
+        self, reader: Reader, file: str, size: int, storages: Mapping[str, Storage], at: int
+    ) -> None:
+        self.where = self.file = file
+        self._reader = reader
+        self._extents: dict[str, Extent] = {}
+        self._storages = storages
+        for key, storage in storages.items():
+            at += COUNT_BYTES
+            self._extents[key] = Extent(file, at, storage.nbytes)
+            at += storage.nbytes
+        if storages and at != size:
+            raise SizeError(file, size, at)
+
+    def nbytes_of(self, key: str) -> int:
+        """Returns the bytes of a storage."""
+        return self._extents[key].nbytes
+
+    def extent_of(self, key: str) -> Extent:
+        """Returns the extent of a storage. Compares the number of elements in front of it."""
+        extent, storage = self._extents[key], self._storages[key]
+        head = self._reader.read(self.file, extent.offset - COUNT_BYTES, COUNT_BYTES)
+        if int.from_bytes(head, "little") != storage.numel:
+            raise CorruptError(
+                f"{self.file}: bytes {extent.offset - COUNT_BYTES}:{extent.offset} have another "
+                f"number of elements than the pickle, {storage.numel}; restore the file from "
+                "another copy"
+            )
+        return extent
+
+
+def _load_pickles(reader: Reader, name: str, size: int) -> tuple[Loaded, Loaded | None]:
+    """Returns the first pickle, and the state of a file of the older format."""
+    nbytes = min(size, FIRST_BYTES)
+    while True:
+        check("pickle_bytes", nbytes, name)
+        data = reader.read(name, 0, nbytes)
+        try:
+            first = load_first(data, name)
+            return first, load_row(data, name) if first.value == LEGACY_MAGIC else None
+        except (HostileError, UnsupportedError):
+            raise
+        except FormatError:
+            if nbytes == size:
+                raise
+        nbytes = min(size, 2 * nbytes)

@@ -1,4 +1,4 @@
-"""The folders of a training: of transformers' Trainer, and of Accelerate's `save_state`.
+"""The folders of a training: of transformers' Trainer, Accelerate's `save_state` and Lightning.
 
     checkpoint-500/                                  place in the tree
         model.safetensors, or shards, or .bin        model
@@ -21,6 +21,11 @@ Rules:
 
 The names are those of transformers/trainer.py, accelerate/checkpointing.py and
 accelerate/utils/fsdp_utils.py.
+
+Lightning's FSDP and model-parallel strategies write a folder of DCP with the model and the
+optimizers, and in it `meta.pt`, a file of torch.save with the rest of the state: the epoch, the
+loops, the hyperparameters. Both lie at the top of the tree, as in a `.ckpt` file of Lightning. The
+names are those of lightning/fabric/strategies/fsdp.py and model_parallel.py.
 """
 
 from __future__ import annotations
@@ -29,15 +34,16 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from formats import dcp, deepspeed, huggingface, huggingface_bin
+from formats import dcp, torch_save
 from formats.catalog import Catalog, FileRecord, Tree
+from formats.deepspeed import folder as deepspeed
 from formats.errors import UnsupportedError
-from formats.huggingface_files import BASES, choose
 from formats.joined import Part, below, joined, under
 from formats.limits import check
+from formats.safetensors import huggingface
+from formats.safetensors.huggingface_files import BASES, choose
 from formats.storage import Reader
 from formats.strict_json import decode_object
-from formats.torch_files import read_torch
 
 MODEL = "model"
 DEEPSPEED = "deepspeed"
@@ -160,7 +166,7 @@ def _weights(reader: Reader, entries: Sequence[str]) -> Catalog | None:
     if choose(usual, ".safetensors") is not None:
         return huggingface.read(reader, present=usual)
     if choose(usual, ".bin") is not None:
-        return huggingface_bin.read(reader, usual)
+        return huggingface.read_bin(reader, usual)
     return None
 
 
@@ -174,7 +180,7 @@ def _read(reader: Reader, entry: str, row: _Row) -> Catalog:
         return under(below(reader, entry.rstrip("/"), dcp.read), row.place)
     if entry.endswith(".safetensors"):
         return huggingface.read(reader, entry)
-    return read_torch(reader, entry)
+    return torch_save.read(reader, entry)
 
 
 def _json(reader: Reader, name: str) -> Catalog:
@@ -183,3 +189,10 @@ def _json(reader: Reader, name: str) -> Catalog:
     check("index_bytes", size, name)
     values: Tree = decode_object(reader.read(name, 0, size), name, nan=True)  # type: ignore[assignment]
     return Catalog("json", {}, values, (FileRecord(name, size),))
+
+
+def read_lightning(reader: Reader) -> Catalog:
+    """Reads the catalog of a folder: the descriptions of both parts. Raises as they do."""
+    parts = [dcp.read(reader), torch_save.read(reader, "meta.pt")]
+    found = joined("lightning", [Part((), catalog) for catalog in parts], metadata={})
+    return replace(found, weights=torch_save.weights_of_lightning(found.tree))

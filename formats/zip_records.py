@@ -34,7 +34,7 @@ from formats.storage import Reader
 ZIP_MAGIC = b"PK\x03\x04"
 """The first bytes of a zip."""
 
-PICKLE = "data.pkl"
+DATA_PICKLE = "data.pkl"
 """The record that describes all others."""
 
 BLOCK_BYTES = 4096
@@ -401,12 +401,13 @@ class Archive:
     def _find_folder(self) -> str:
         """Returns the folder of all records, with its slash: the one with a data.pkl."""
         folders = [
-            name.removesuffix(PICKLE)
+            name.removesuffix(DATA_PICKLE)
             for name in self._records
-            if name.endswith("/" + PICKLE) and name.count("/") == 1
+            if name.endswith("/" + DATA_PICKLE) and name.count("/") == 1
         ]
         if len(folders) != 1:
             raise UnsupportedError(
-                f"{self.where}: a zip with {len(folders)} records {PICKLE}, not one of torch.save"
+                f"{self.where}: a zip with {len(folders)} records {DATA_PICKLE}, not one of "
+                "torch.save"
             )
         return folders[0]

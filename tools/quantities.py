@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt.run.retention import Keep
 from ckpt.run.schedule import UNITS, seconds_in
-from formats.sizes import parse_size
+from formats.limits import parse_size
 
 LONGEST = 1e9
 """Some thirty years: no clock of an operating system takes a much longer time."""

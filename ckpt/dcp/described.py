@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 from ckpt.state.memory import torch_dtype
 from ckpt.state.saved import by_name
 from formats.catalog import Catalog, TensorRef, Tree
-from formats.dcp_nest import flattened
-from formats.torch_tree import KeyPath
+from formats.dcp.nest import flattened
+from formats.pickles.tree import KeyPath
 
 Entry = TensorStorageMetadata | BytesStorageMetadata
 

@@ -27,7 +27,7 @@ from ckpt.state.typed_values import opened
 from ckpt.stores.store import Options
 from ckpt.transfer.record_sums import Verify, checked_verify
 from formats.catalog import Catalog, OpaqueValue, TensorRecord, TensorRef, Tree, map_tree
-from formats.torch_tree import KeyPath
+from formats.pickles.tree import KeyPath
 from sharding.layout import Box
 
 

@@ -36,11 +36,11 @@ from ckpt.save_protocol import check_place, writer_of
 from ckpt.stores.store import Options, open_store
 from ckpt.transfer.commit import commit, now
 from formats.catalog import TensorRef, Tree
-from formats.dcp_nest import key_path, nested
+from formats.dcp.nest import key_path, nested
 from formats.dtypes import DType, dtype_of_torch
 from formats.native.manifest import Manifest, ShardFile, StoredTensor
 from formats.native.shard_writer import write_shard
-from formats.torch_tree import KeyPath
+from formats.pickles.tree import KeyPath
 from sharding.layout import Box
 
 

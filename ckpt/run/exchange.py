@@ -23,7 +23,7 @@ from ckpt.run.owner import Ownership
 from ckpt.run.provenance import host_name, machine, provenance
 from ckpt.run.retention import RunStep, newest_steps
 from ckpt.stores.store import Options, join_url, open_store
-from formats.folders import folder_format
+from formats.detect import folder_format
 from formats.native.manifest import MANIFEST
 from sharding.agreement.ranks import Ranks, result_or_error
 from sharding.errors import ArgumentError

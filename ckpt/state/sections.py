@@ -23,8 +23,7 @@ from ckpt.state.nests import is_node, outline
 from ckpt.state.saved import leaves
 from ckpt.state.state_spec import StateSpec, merged
 from formats.catalog import Key, TensorRef, Tree
-from formats.native.manifest import Manifest, StoredTensor, dump
-from formats.native.manifest_loader import load
+from formats.native.manifest import Manifest, StoredTensor, dump, load
 from sharding.agreement.ranks import HASH_BITS, Ranks
 
 RUN_KEYS = 16

@@ -31,7 +31,7 @@ from ckpt.state.memory import torch_dtype
 from formats.catalog import Tree, TypedValue, map_tree
 from formats.dtypes import BY_TORCH_NAME, DType
 from formats.errors import FormatError
-from formats.keys import KeysApart
+from formats.limits import KeysApart
 from formats.native.tree import encode_value
 
 NUMBERS = (np.bool_, np.integer, np.float16, np.float32, np.float64, np.complex64, np.complex128)

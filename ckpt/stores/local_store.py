@@ -33,8 +33,8 @@ from ckpt.stores.capabilities import StoreCapabilities, Unfinished
 from ckpt.stores.local_writer import IO_VECTORS, LocalFileWriter, close_descriptor
 from ckpt.stores.open_files import OpenFiles
 from ckpt.stores.request_errors import UnflushedError, disk_error, explained_on_disk
+from formats.detect import is_shard
 from formats.errors import CorruptError, SizeError, TooLargeError
-from formats.folders import is_shard
 from formats.native.manifest import MANIFEST
 from formats.storage import LOCAL_READ_BYTES
 

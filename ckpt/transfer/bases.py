@@ -21,9 +21,8 @@ from ckpt.stores.store import Options, Store, one_spelling, open_store, split_ur
 from formats.errors import CorruptError, FormatError
 from formats.limits import current
 from formats.native.borrowed import kept
-from formats.native.lending import Lender
-from formats.native.manifest import MANIFEST, Base, read_manifest
-from formats.native.manifest_loader import load
+from formats.native.manifest import MANIFEST, Base, load, read_manifest
+from formats.native.reader import Lender
 from sharding.errors import ArgumentError, listed
 from sharding.url_secrets import without_secrets
 

@@ -26,11 +26,10 @@ from ckpt.errors import ExistsError, NotDurableWarning, StoreError
 from ckpt.stores.request_errors import UnflushedError
 from ckpt.stores.store import Store, link_at, local_path
 from ckpt.transfer.bases import base_files_beside, check_unused, is_as_it_was
+from formats.detect import sign_of_another_format
 from formats.errors import FormatError, GoneError
-from formats.folders import sign_of_another_format
 from formats.limits import current
-from formats.native.manifest import MANIFEST, Manifest, ShardFile, dump
-from formats.native.manifest_loader import load
+from formats.native.manifest import MANIFEST, Manifest, ShardFile, dump, load
 
 GRACE_SECONDS = 24 * 3600.0
 """A save or conversion may take at most so long from its start to its commit."""

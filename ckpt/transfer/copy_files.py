@@ -25,8 +25,8 @@ from ckpt.plan.read_plan import requests_for
 from ckpt.transfer.copy_sums import sums_of
 from ckpt.transfer.read import FAR_WORKERS, THREAD_BYTES, RangeReader, ReadPolicy, workers_for
 from ckpt.transfer.record_sums import RecordSums, Verify
-from formats.file_plan import FilePlan, Late, length_of
 from formats.native.shard import Progress
+from formats.outgoing import FilePlan, Late, length_of
 from formats.storage import LOCAL_READ_BYTES, FileWriter, PlacedFileWriter, Reader, Writer
 from formats.threads import Pool
 

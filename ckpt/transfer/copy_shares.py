@@ -26,7 +26,7 @@ import xxhash
 from ckpt.errors import StoreError
 from ckpt.stores.local_writer import LocalFileWriter, joined_file
 from ckpt.transfer.copy_files import FileCopier
-from formats.file_plan import FilePlan, Late, Part, length_of
+from formats.outgoing import FilePlan, Late, Part, length_of
 from formats.storage import FileWriter, Writer
 from sharding.agreement.call_events import Clock, timed
 from sharding.agreement.ranks import HASH_BITS, Ranks
@@ -80,7 +80,7 @@ def write_plans(
     """Writes the files of a checkpoint, by this process or, if it is not alone, by all ranks.
 
     `placed` gives the writer, which puts the files in their place; `is_far` says it is a bucket's.
-    Returns the records of each file's tensors (`formats.file_plan`), on rank 0.
+    Returns the records of each file's tensors (`formats.outgoing`), on rank 0.
 
     Raises:
         CorruptError: a chunk or record is not as it was written.

@@ -16,8 +16,7 @@ from mmap import mmap
 
 from ckpt.plan.copy_plan import CopyUnit
 from ckpt.transfer.copy_files import SPAN_BYTES, FileCopier
-from formats.file_plan import FilePlan
-from formats.outgoing import OutgoingTensor
+from formats.outgoing import FilePlan, OutgoingTensor
 from formats.threads import Pool
 
 

@@ -1,6 +1,6 @@
 """The checksums of a copied file's tensors, whose bytes come in runs, in any order.
 
-`formats.file_plan` has the two kinds. Several threads take the checksums of their runs at once, and
+`formats.outgoing` has the two kinds. Several threads take the checksums of their runs at once, and
 add them one at a time.
 """
 
@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from ckpt.plan.copy_plan import TensorRun
-from formats.crc32 import SummedRanges, crc32
-from formats.file_plan import FilePlan
-from formats.native.streaming import record_of
-from formats.outgoing import OutgoingTensor
+from formats.native.shard_writer import record_of
+from formats.outgoing import FilePlan, OutgoingTensor
+from formats.zip_plan import SummedRanges, crc32
 
 _Sum = TypeVar("_Sum")
 

@@ -2,7 +2,7 @@
 
 torch.save stores one checksum for each storage, and DCP one for each chunk of a tensor. Such a
 record is larger than one read, tensors may share a record, and several threads read it.
-`RecordSums` therefore combines the checksums of the parts (`formats.crc32`), and compares the
+`RecordSums` therefore combines the checksums of the parts (`formats.zip_plan`), and compares the
 result once it covers the whole record.
 
 Rules:
@@ -22,8 +22,8 @@ from typing import Literal
 
 from ckpt.plan.read_plan import NOWHERE, BoxCopy, ByteRange, ReadRequest
 from formats.catalog import Extent
-from formats.crc32 import SummedRanges, crc32
 from formats.errors import CorruptError
+from formats.zip_plan import SummedRanges, crc32
 from sharding.errors import ArgumentError, listed
 from sharding.layout import Box, Piece
 

@@ -20,8 +20,7 @@ from ckpt.transfer.bases import opened_base
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import count_nonfinite, dtype_named
 from formats.native.borrowed import Lent
-from formats.native.manifest import Manifest, StoredTensor, dump
-from formats.native.manifest_loader import load
+from formats.native.manifest import Manifest, StoredTensor, dump, load
 from formats.native.shard import Progress, ShardSummary
 from formats.native.shard_writer import write_shard
 from formats.outgoing import OutgoingTensor

@@ -1,6 +1,6 @@
 """The manifest: the file whose presence makes a checkpoint exist.
 
-Rules (docs/format.md is normative):
+Rules (docs/format.md is normative, its section 11 for the checks of a reader):
 
 1. The file is one JSON object. Its first key is `digest`: 32 hex digits, the xxh3_128 of the bytes
    of the same object without this key. A reader finds any changed bit.
@@ -10,24 +10,53 @@ Rules (docs/format.md is normative):
    borrowed chunks lie elsewhere: in checkpoints beside this one, with plain folder names too.
 4. The version is 1, 2 with borrowed chunks, and 3 with typed values in the state: an older reader
    refuses exactly the manifests that it would misread.
+5. A reader checks every part of the JSON. A number above one of `formats.limits` is a HostileError,
+   an invalid part a FormatError.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from math import prod
+from operator import add, gt
+from typing import NamedTuple, cast
 
 import xxhash
 
 from formats.catalog import TensorRef, Tree
-from formats.dtypes import DType
-from formats.errors import TooLargeError
-from formats.limits import check, current
-from formats.native.tree import Json, encode
+from formats.dtypes import DType, dtype_named
+from formats.errors import CorruptError, FormatError, HostileError, TooLargeError, UnsupportedError
+from formats.limits import (
+    ALL_SPLITS,
+    AXES,
+    BASES,
+    DIMENSIONS,
+    FEW_SPLITS,
+    RANKS,
+    SIZE,
+    SPLITS,
+    Names,
+    check,
+    current,
+)
+from formats.native.tree import Json, decode, encode
 from formats.storage import Reader
-from sharding.layout import Layout, Mesh, Placement
+from formats.strict_json import decode_object
+from sharding.layout import (
+    FlatShard,
+    Layout,
+    Mesh,
+    Only,
+    Placement,
+    Replicate,
+    Shard,
+    Split,
+    StridedShard,
+    is_dense,
+)
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -193,3 +222,327 @@ def _strides_json(strides: Mapping[str, tuple[int, ...]]) -> Json:
 
 def _base_json(base: Base) -> Json:
     return [base.folder, [[file.name, file.rank, file.size] for file in base.files]]
+
+
+_HEX = re.compile(rb"[0-9a-f]{32}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
+_NO_FOLDER_NAME = re.compile(r"[/\\\x00-\x1f\x7f]|.{256}")
+_PLACEMENT = re.compile(r"(R|split)|(S|SS|F|only)\((\d{1,19})(?:,(\d{1,19}))?\)")
+
+
+def load(data: bytes, file: str = MANIFEST, stored: bool = True) -> Manifest:
+    """Returns the manifest in these bytes. `file` is its name in messages.
+
+    `stored` is False only for the summaries that ranks exchange: their layouts have replicas, and
+    the tensor of an alias may be in another summary.
+
+    Raises:
+        CorruptError: a bit was changed.
+        UnsupportedError: a later version of ckpt wrote the manifest.
+        HostileError, FormatError: the manifest breaks a rule that all writers keep.
+    """
+    start = len(DIGEST_KEY) + 32
+    digest = data[len(DIGEST_KEY) : start]
+    if (
+        data[: len(DIGEST_KEY)] != DIGEST_KEY
+        or not _HEX.fullmatch(digest)
+        or data[start : start + 2] != b'",'
+    ):
+        raise CorruptError(f"{file}: does not begin with its digest: not a manifest, or damaged")
+    body = b"{" + data[start + 2 :]
+    if xxhash.xxh3_128_hexdigest(body).encode("ascii") != digest:
+        raise CorruptError(
+            f"{file}: its {len(data)} bytes do not have the digest {digest.decode()} they claim: "
+            "it was changed after it was written; restore it from another copy"
+        )
+    try:
+        content = cast("dict[str, Json]", decode_object(body, file, lone=True))
+        return Loader(file, content, len(data), stored).manifest()
+    except RecursionError as error:
+        raise HostileError(f"{file}: nests too deep") from error
+
+
+def check_file_name(name: object, file: str) -> str:
+    """Returns a file name of a manifest. Raises HostileError if it could leave the folder."""
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or name == MANIFEST:
+        raise HostileError(f"{file}: {str(name)[:80]!r} is not a plain file name")
+    return name
+
+
+def check_folder_name(name: object, file: str) -> str:
+    """Returns the name of a folder beside this one. Raises HostileError for any other path."""
+    if not isinstance(name, str) or name in ("", ".", "..") or _NO_FOLDER_NAME.search(name):
+        raise HostileError(f"{file}: {str(name)[:80]!r} is not the plain name of a folder")
+    return name
+
+
+def _splits(placements: tuple[Placement, ...]) -> int:
+    """Returns the number of chunks into which dimensions are cut before they are cut over ranks."""
+    return prod(p.split for p in placements if isinstance(p, StridedShard))
+
+
+class Loader:
+    """Checks every part of a manifest's JSON."""
+
+    def __init__(self, file: str, content: dict[str, Json], nbytes: int, stored: bool) -> None:
+        """`nbytes` is the length of the manifest with this content."""
+        self._file = file
+        self._names = Names(file, nbytes)
+        self._splits: list[int] = []
+        """The `_splits` of each layout."""
+        self._splits_left = ALL_SPLITS
+        self._stored = stored
+        self._content = content
+
+    def manifest(self) -> Manifest:
+        """Returns the manifest. Raises as `load` does."""
+        if self._content.get("format") != "ckpt":
+            raise FormatError(
+                f"{self._file}: format is {self._content.get('format')!r}, not 'ckpt'"
+            )
+        version = self._integer(self._content.get("version"), "version")
+        if not VERSION <= version <= TYPED_VERSION:
+            raise UnsupportedError(
+                f"{self._file}: written in version {version} of the format; this ckpt reads "
+                f"versions {VERSION} to {TYPED_VERSION}: install a newer ckpt"
+            )
+        may_borrow = version == TYPED_VERSION and "bases" in self._content
+        bases = self._bases() if version == BORROWING_VERSION or may_borrow else ()
+        meshes = [self._mesh(mesh) for mesh in self._list(self._content.get("meshes"), "meshes")]
+        layouts = [
+            self._placements(entry, meshes)
+            for entry in self._list(self._content.get("layouts"), "layouts")
+        ]
+        self._splits = [_splits(placements) for _, placements in layouts]
+        files = self._shard_files(self._list(self._content.get("files"), "files"))
+        tensors: dict[str, StoredTensor] = {}
+        aliases: dict[str, str] = {}
+
+        alike: dict[str, StoredTensor] = {}
+
+        def found(name: str, tag: str, value: Json) -> TensorRef:
+            if name in tensors or name in aliases:
+                raise HostileError(f"{self._file}: two entries have the name {name!r}")
+            if tag == "$alias":
+                if not isinstance(value, str):
+                    raise FormatError(f"{self._file}: {name}: an alias names another tensor")
+                aliases[name] = value
+                return TensorRef(value)
+            written = repr(value)
+            stored = alike.get(written)
+            if stored is None:  # most tensors of a model have the entry of another
+                stored = alike[written] = self._tensor(name, value, layouts, len(files))
+            tensors[name] = stored
+            return TensorRef(name)
+
+        tree = decode(self._content.get("state"), found, self._names)
+        for name, target in aliases.items():
+            if target not in tensors and self._stored:
+                raise FormatError(
+                    f"{self._file}: {name} is an alias of {target!r}, which is missing"
+                )
+        writer = self._dict(self._content.get("writer"), "writer")
+        said = {k: str(v) for k, v in writer.items()}
+        strides = {
+            name: self._tensor_strides(name, tensors.get(name), steps)
+            for name, steps in self._dict(self._content.get("strides", {}), "strides").items()
+        }
+        optimizers: dict[str, str | None] = {}
+        for path, module in self._dict(self._content.get("optimizers", {}), "optimizers").items():
+            if module is not None and not isinstance(module, str):
+                raise FormatError(f"{self._file}: the module of the optimizer {path!r} is no text")
+            optimizers[path] = module
+        versions = {
+            path: {
+                name: self._integer(number, f"the version of {path}.{name}")
+                for name, number in self._dict(found, f"the versions of {path}").items()
+            }
+            for path, found in self._dict(self._content.get("versions", {}), "versions").items()
+        }
+        return Manifest(tensors, aliases, tree, files, said, bases, strides, optimizers, versions)
+
+    def _tensor_strides(
+        self, name: str, stored: StoredTensor | None, steps: Json
+    ) -> tuple[int, ...]:
+        """Returns the strides of a tensor: memory with gaps or overlaps could have any size."""
+        found = self._integers(steps, f"the strides of {name}")
+        if stored is None or not is_dense(stored.shape, found):
+            raise FormatError(f"{self._file}: no tensor {name!r} has the strides {found[:8]}")
+        return found
+
+    def _bases(self) -> tuple[Base | None, ...]:
+        given = self._list(self._content.get("bases"), "bases")
+        if len(given) > BASES:
+            raise HostileError(f"{self._file}: {len(given)} bases; none has more than {BASES}")
+        return tuple(None if value is None else self._base(value) for value in given)
+
+    def _base(self, value: Json) -> Base:
+        entry = self._list(value, "a base")
+        if len(entry) != 2:
+            raise FormatError(f"{self._file}: a base is [folder, files]")
+        folder = check_folder_name(entry[0], self._file)
+        files: dict[int, BaseFile] = {}
+        for item in self._list(entry[1], f"the files of {folder}"):
+            found = self._list(item, f"a file of {folder}")
+            if len(found) != 3:
+                raise FormatError(f"{self._file}: a file of a base is [name, rank, bytes]")
+            name = check_file_name(found[0], self._file)
+            rank, size = (self._integer(number, f"of {folder}/{name}") for number in found[1:])
+            if files.setdefault(rank, BaseFile(name, rank, size)).name != name:
+                raise HostileError(f"{self._file}: two files of {folder} are of rank {rank}")
+        return Base(folder, tuple(files.values()))
+
+    def _tensor(
+        self, name: str, value: Json, layouts: list[tuple[Mesh, tuple[Placement, ...]]], files: int
+    ) -> StoredTensor:
+        entry = self._list(value, name)
+        if len(entry) != 3:
+            raise FormatError(f"{self._file}: {name}: a $tensor is [dtype, shape, layout]")
+        dtype = dtype_named(str(entry[0]), f"{self._file}: {name}")
+        shape = self._integers(entry[1], f"the shape of {name}")
+        if len(shape) > DIMENSIONS or dtype.nbytes(tuple(size for size in shape if size)) > SIZE:
+            raise HostileError(f"{self._file}: {name}: no tensor has the shape {shape[:8]}...")
+        index = self._integer(entry[2], f"the layout of {name}")
+        if index >= len(layouts):
+            raise FormatError(f"{self._file}: {name}: there is no layout {index}")
+        mesh, placements = layouts[index]
+        splits = self._splits[index]
+        if splits > FEW_SPLITS:
+            self._splits_left -= splits
+            if self._splits_left < 0:
+                raise HostileError(f"{self._file}: {name}: too many tensors are cut so finely")
+        try:
+            layout = Layout(shape, mesh, placements)
+        except ValueError as error:
+            raise FormatError(f"{self._file}: {name}: {error}") from error
+        if self._stored and mesh.size > files:
+            self._check_spread(name, layout, files)
+        return StoredTensor(shape, dtype, layout)
+
+    def _check_spread(self, name: str, layout: Layout, files: int) -> None:
+        """Raises HostileError if more ranks hold a part than have a file: an absurd number."""
+        at = tuple(p.index if isinstance(p, Only) else 0 for p in layout.placements)
+        # Coordinate 0 of each axis that cuts a dimension has the largest part.
+        most, parts = prod(layout.local_shape(layout.mesh.rank(at))), 1
+        for placement, size in zip(layout.placements, layout.mesh.sizes, strict=True):
+            if isinstance(placement, FlatShard):
+                most = min(most, placement.stride)
+            elif isinstance(placement, Split):
+                parts *= size
+        if layout.numel > files * -(-most // parts):
+            raise HostileError(
+                f"{self._file}: {name} is spread over more ranks ({layout}) than the {files} that "
+                "have a file"
+            )
+
+    def _mesh(self, value: Json) -> Mesh:
+        entry = self._dict(value, "a mesh")
+        names = tuple(str(name) for name in self._list(entry.get("names"), "a mesh's names"))
+        sizes = self._integers(entry.get("sizes"), "a mesh's sizes")
+        offset = self._integer(entry.get("offset"), "a mesh's offset")
+        strides = self._strides(entry.get("strides"))
+        table = self._integers(entry.get("table", []), "a mesh's table")
+        if len(sizes) > AXES or prod(sizes) > RANKS:
+            raise HostileError(f"{self._file}: no mesh has the sizes {sizes[:AXES]}")
+        try:
+            return Mesh(names, sizes, offset, strides, table)
+        except ValueError as error:
+            raise FormatError(f"{self._file}: {error}") from error
+
+    def _placements(self, value: Json, meshes: list[Mesh]) -> tuple[Mesh, tuple[Placement, ...]]:
+        entry = self._list(value, "a layout")
+        if len(entry) != 2:
+            raise FormatError(f"{self._file}: a layout is [mesh, placements]")
+        index = self._integer(entry[0], "a layout's mesh")
+        if index >= len(meshes):
+            raise FormatError(f"{self._file}: there is no mesh {index}")
+        mesh = meshes[index]
+        placements = tuple(self._placement(p) for p in self._list(entry[1], "placements"))
+        if _splits(placements) > SPLITS:
+            raise HostileError(f"{self._file}: no tensor is cut as {[str(p) for p in placements]}")
+        for placement, size in zip(placements, mesh.sizes, strict=False):
+            if self._stored and isinstance(placement, Replicate) and size > 1:
+                raise FormatError(
+                    f"{self._file}: a stored layout replicates over {size} ranks: each element is "
+                    "stored once (split or only)"
+                )
+        return mesh, placements
+
+    def _placement(self, value: Json) -> Placement:
+        match = _PLACEMENT.fullmatch(value) if isinstance(value, str) else None
+        if match is not None:
+            word, kind, first, second = match.groups()
+            if word is not None:
+                return Replicate() if word == "R" else Split()
+            if kind in ("S", "only") and second is None:
+                return Shard(int(first)) if kind == "S" else Only(int(first))
+            if kind in ("SS", "F") and second is not None:
+                a, b = int(first), int(second)
+                return StridedShard(a, b) if kind == "SS" else FlatShard(a, b)
+        raise FormatError(f"{self._file}: {str(value)[:80]!r} is not a placement")
+
+    def _shard_files(self, rows: list[Json]) -> list[ShardFile]:
+        """Checks the files column by column: there may be many thousands."""
+        if not self._are_sound(rows):
+            for row in rows:
+                self._check_file(row)
+        files = [ShardFile._make(row) for row in rows]  # type: ignore[arg-type]
+        for what, values in (("file", {f.name for f in files}), ("rank", {f.rank for f in files})):
+            if len(values) != len(files):
+                raise HostileError(f"{self._file}: a {what} occurs twice in the list of files")
+        return files
+
+    def _are_sound(self, rows: list[Json]) -> bool:
+        """Whether the rows are valid; False if `_check_file` has to look at each row."""
+        if not rows:
+            return True
+        if set(map(type, rows)) != {list} or set(map(len, rows)) != {6}:  # type: ignore[arg-type]
+            return False
+        names, *numbers, digests = zip(*rows, strict=True)
+        if set(map(type, names)) != {str} or set(map(type, digests)) != {str}:
+            return False
+        if any(set(map(type, column)) != {int} or min(column) < 0 for column in numbers):
+            return False
+        _, sizes, headers, tables = numbers
+        return (
+            max(map(max, numbers)) <= SIZE
+            and not any(map(gt, map(add, headers, tables), sizes))
+            and all(map(_FILE_NAME.fullmatch, names))
+            and MANIFEST not in names
+        )
+
+    def _check_file(self, row: Json) -> None:
+        entry = self._list(row, "a file")
+        if len(entry) != 6 or not isinstance(entry[5], str):
+            raise FormatError(
+                f"{self._file}: a file is [name, rank, bytes, header bytes, table bytes, digest]"
+            )
+        name = check_file_name(entry[0], self._file)
+        _, size, header, table = (self._integer(n, f"of {name}") for n in entry[1:5])
+        if header + table > size:
+            raise FormatError(f"{self._file}: {name}: header and table are larger than the file")
+
+    def _dict(self, value: Json, what: str) -> dict[str, Json]:
+        if not isinstance(value, dict):
+            raise FormatError(f"{self._file}: {what} is not an object")
+        return value
+
+    def _list(self, value: Json, what: str) -> list[Json]:
+        if not isinstance(value, list):
+            raise FormatError(f"{self._file}: {what} is not an array")
+        return value
+
+    def _integer(self, value: Json, what: str) -> int:
+        if type(value) is not int or not 0 <= value <= SIZE:
+            raise FormatError(f"{self._file}: {what} is {str(value)[:80]!r}, not a size")
+        return value
+
+    def _strides(self, value: Json) -> tuple[int, ...]:
+        """Returns the steps between ranks, which may be negative: a mesh may run backwards."""
+        steps = self._list(value, "a mesh's strides")
+        for step in steps:
+            self._integer(-step if type(step) is int and step < 0 else step, "a mesh's stride")
+        return tuple(step for step in steps if isinstance(step, int))
+
+    def _integers(self, value: Json, what: str) -> tuple[int, ...]:
+        return tuple(self._integer(item, what) for item in self._list(value, what))

@@ -36,7 +36,7 @@ from formats.native.borrowed import (
 )
 from formats.native.manifest import ShardFile
 from formats.outgoing import OutgoingTensor
-from formats.safetensors_header import PREFIX_BYTES, Header, parse
+from formats.safetensors.header import PREFIX_BYTES, Header, parse
 from formats.storage import Reader
 
 CHUNK_BYTES = 64 << 10

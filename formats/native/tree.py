@@ -22,8 +22,7 @@ from typing import TypeAlias
 from formats.catalog import Key, OpaqueValue, TensorRef, Tree, TypedValue, join
 from formats.dtypes import BY_NAME
 from formats.errors import FormatError, HostileError
-from formats.keys import KeysApart
-from formats.limits import DEPTH, Names
+from formats.limits import DEPTH, KeysApart, Names
 
 Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
 

@@ -17,8 +17,7 @@ from ckpt.stores.store import open_store
 from ckpt.transfer.bases import dependents
 from formats.native import shard
 from formats.native.borrowed import BORROWED
-from formats.native.manifest import MANIFEST
-from formats.native.manifest_loader import load
+from formats.native.manifest import MANIFEST, load
 from formats.native.reader import read as read_catalog
 from tests.selection import examples
 

@@ -33,8 +33,7 @@ from ckpt.stores.local_store import LocalStore
 from ckpt.transfer import copy_files
 from formats.dtypes import DTYPES
 from formats.errors import CorruptError, FormatError
-from formats.native.manifest import Manifest, dump
-from formats.native.manifest_loader import load
+from formats.native.manifest import Manifest, dump, load
 from formats.native.shard import TABLE, open_shard
 from sharding import FullyShardedDataParallel
 from sharding.describe.local_part import LocalPart

@@ -18,7 +18,7 @@ import ckpt
 from ckpt.sources import open_source
 from ckpt.stores.store import open_store
 from ckpt.transfer.copy_shares import share_of
-from formats.file_plan import FilePlan
+from formats.outgoing import FilePlan
 from tests.stores.server import Server
 
 TARGETS = {"safetensors": "c.safetensors", "torch": "c.pt", "hf": "hf", "dcp": "dcp", "ckpt": "c"}

@@ -21,9 +21,8 @@ from ckpt.transfer.copy_files import CopySizes, FileCopier
 from ckpt.transfer.read import ReadPolicy
 from formats.dtypes import BY_NAME
 from formats.errors import CorruptError
-from formats.file_plan import FilePlan, Part, length_of
-from formats.outgoing import OutgoingTensor
-from formats.safetensors_header import build
+from formats.outgoing import FilePlan, OutgoingTensor, Part, length_of
+from formats.safetensors.header import build
 from formats.storage import Buffer
 from formats.zip_plan import Member, zip_parts
 from tests.formats.written import bytes_of

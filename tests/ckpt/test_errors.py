@@ -51,8 +51,10 @@ BUILT_IN = {
     ("ckpt/stores/open_files.py", "FileNotFoundError"): "as of a disk; the reader explains it",
     ("ckpt/stores/s3_driver.py", "OSError"): "a driver's; the store explains it",
     ("ckpt/stores/uploads.py", "OSError"): "an upload's; the store explains it",
-    ("formats/huggingface.py", "FileNotFoundError"): "`ckpt.reading` makes a NotACheckpointError",
-    ("formats/huggingface_bin.py", "FileNotFoundError"): "as in formats/huggingface.py",
+    (
+        "formats/safetensors/huggingface.py",
+        "FileNotFoundError",
+    ): "`ckpt.reading` makes a NotACheckpointError",
     ("formats/strict_json.py", "ValueError"): "becomes a FormatError in the same file",
     ("formats/zip_records.py", "ValueError"): "Python's protocol of files, for `zipfile`",
     ("sharding/agreement/links.py", "TypeError"): "ends the connection that sent the message",

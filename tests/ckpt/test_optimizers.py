@@ -27,7 +27,7 @@ import ckpt
 from ckpt.errors import MismatchError, StateError
 from ckpt.sources import open_source
 from formats.native.manifest import MANIFEST, dump, read_manifest
-from formats.native.manifest_loader import load as load_manifest
+from formats.native.manifest import load as load_manifest
 from tests.old_torch import TORCH_TRAINS_ON_CPU
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {

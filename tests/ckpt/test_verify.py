@@ -15,8 +15,7 @@ from ckpt.verifying import verify
 from formats.catalog import TensorRef
 from formats.dtypes import BY_NAME
 from formats.errors import UnsupportedError
-from formats.native.manifest import Manifest, StoredTensor, dump
-from formats.native.manifest_loader import load
+from formats.native.manifest import Manifest, StoredTensor, dump, load
 from formats.native.shard_writer import write_shard
 from formats.outgoing import OutgoingTensor
 from sharding.layout import Layout, Mesh, Shard

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ckpt.stores.store import open_store
-from formats.native.manifest import MANIFEST
-from formats.native.manifest_loader import load
+from formats.native.manifest import MANIFEST, load
 from tests.stores.server import Server, s3_client
 
 

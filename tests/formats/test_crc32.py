@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from formats.crc32 import combine, combine_in_python
+from formats.zip_plan import combine, combine_in_python
 
 Combine = Callable[[int, int, int], int]
 both = pytest.mark.parametrize("combine", [combine, combine_in_python])

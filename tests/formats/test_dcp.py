@@ -26,10 +26,10 @@ from torch.utils._pytree import tree_leaves
 
 from ckpt.sources import open_source
 from ckpt.stores.store import open_store
-from formats import dcp_alike
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dcp import plans, read
-from formats.dcp_nest import flattened, nested
+from formats.dcp.nest import flattened, nested
+from formats.dcp.reader import AlikeItems
 from formats.dtypes import DTYPES, dtype_of_torch
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 from formats.outgoing import Outgoing, OutgoingTensor
@@ -625,12 +625,12 @@ def test_an_item_that_is_like_another_is_read_as_if_it_were_parsed(
 
     found = places()
     with monkeypatch.context() as patch:
-        patch.setattr(dcp_alike.AlikeItems, "find", lambda *_: None)
+        patch.setattr(AlikeItems, "find", lambda *_: None)
         assert places() == found
     begin = len(sound) // 4
     for at in range(begin, 2 * begin, 1400 // examples(1400, 100)):
         file.write_bytes(sound[:at] + bytes([sound[at] ^ 1]) + sound[at + 1 :])
         ours = places()
         with monkeypatch.context() as patch:
-            patch.setattr(dcp_alike.AlikeItems, "find", lambda *_: None)
+            patch.setattr(AlikeItems, "find", lambda *_: None)
             assert places() == ours, at

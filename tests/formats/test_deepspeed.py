@@ -15,9 +15,9 @@ from torch import nn
 
 import ckpt
 from ckpt.errors import CorruptError, FormatError, HostileError, UnsupportedError
-from formats.pickle_reader import load
-from formats.pickle_records import Opaque
-from formats.pickle_writer import dump
+from formats.pickles.machine import load
+from formats.pickles.records import Opaque
+from formats.pickles.writer import dump
 from tests.data.deepspeed.make import BUFFERS, FROZEN, STATES, TRAINED, VARIANTS, value
 
 DATA = Path(__file__).parent.parent / "data" / "deepspeed"

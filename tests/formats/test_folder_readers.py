@@ -16,8 +16,8 @@ from torch.distributed.checkpoint import FileSystemWriter, filesystem
 
 import ckpt
 from ckpt.errors import ExistsError
-from formats import dcp_shards
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
+from formats.safetensors import huggingface
 
 State = dict[str, torch.Tensor]
 FORMATS: Any = getattr(filesystem, "SerializationFormat", None)
@@ -203,7 +203,7 @@ def shard(folder: Path, rank: int, chunks: dict[str, tuple[list[int], torch.Tens
     safetensors.torch.save_file(
         {name: tensor for name, (_, tensor) in chunks.items()},
         folder / f"shard-0000{rank}-model-00001-of-00001.safetensors",
-        {dcp_shards.OFFSETS_KEY: json.dumps(info), "DCP_VERSION": "1.0", "format": "pt"},
+        {huggingface.OFFSETS_KEY: json.dumps(info), "DCP_VERSION": "1.0", "format": "pt"},
     )
 
 

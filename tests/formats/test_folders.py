@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 
 import formats
-from formats.folders import FOLDERS, folder_format, sign_of_another_format
+from formats.detect import FOLDERS, folder_format, sign_of_another_format
 
 SHARD = "0123456789abcdef-00000.safetensors"
 
@@ -48,6 +48,7 @@ def test_the_entries_of_a_folder_decide_its_format(
     assert sign is None or shown == sign
 
 
-@pytest.mark.parametrize("row", FOLDERS, ids=lambda row: f"{row.name}-{row.module}")
+@pytest.mark.parametrize("row", FOLDERS, ids=lambda row: f"{row.name}-{row.reader}")
 def test_every_row_has_a_reader(row) -> None:
-    assert callable(import_module(f"{formats.__name__}.{row.module}").read)
+    module, name = row.reader.split(":")
+    assert callable(getattr(import_module(f"{formats.__name__}.{module}"), name))

@@ -18,10 +18,10 @@ from ckpt.stores.store import open_store
 from formats.catalog import Catalog, TensorRef
 from formats.dtypes import BY_NAME, dtype_of_torch
 from formats.errors import CorruptError, FormatError, HostileError
-from formats.huggingface import plans, read, split
-from formats.huggingface_files import Chosen, choose
+from formats.limits import parse_size
 from formats.outgoing import Outgoing, OutgoingTensor
-from formats.sizes import parse_size
+from formats.safetensors.huggingface import plans, read, split
+from formats.safetensors.huggingface_files import Chosen, choose
 from tests.formats.written import write_files
 
 INDEX = "model.safetensors.index.json"

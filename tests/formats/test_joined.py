@@ -10,11 +10,13 @@ import torch
 
 import ckpt
 from ckpt.stores.store import open_store
-from formats import huggingface, safetensors_file, torch_save
+from formats import torch_save
 from formats.catalog import Catalog, FileRecord, PieceTable, TensorRecord, TensorRef, Tree
 from formats.dtypes import BY_NAME
 from formats.errors import CorruptError, FormatError
 from formats.joined import Part, below, joined, under
+from formats.safetensors import file as safetensors_file
+from formats.safetensors import huggingface
 
 
 def written(folder: Path) -> None:

@@ -20,8 +20,8 @@ import zstandard
 from torch import nn
 
 import ckpt
+from formats.detect import HEAD_BYTES, SAFETENSORS, kind_of
 from formats.errors import CorruptError, ForeignFileError, HostileError
-from formats.magic import HEAD_BYTES, SAFETENSORS, kind_of
 from sharding.errors import ArgumentError
 
 

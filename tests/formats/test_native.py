@@ -19,14 +19,13 @@ import ckpt
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import BY_NAME, DTYPES, DType, count_nonfinite
 from formats.errors import FormatError
-from formats.native import codec, shard, shard_writer, streaming
-from formats.native.manifest import Manifest, ShardFile, StoredTensor, dump
-from formats.native.manifest_loader import load
+from formats.native import codec, shard, shard_writer
+from formats.native.manifest import Manifest, ShardFile, StoredTensor, dump, load
 from formats.native.opened_shard import OWN_ENTRIES
 from formats.native.shard import TABLE, ShardSummary
 from formats.native.shard_writer import write_shard
 from formats.outgoing import OutgoingTensor
-from formats.safetensors_header import BITS, parse
+from formats.safetensors.header import BITS, parse
 from formats.storage import Buffer
 from sharding.layout import (
     FlatShard,
@@ -398,8 +397,7 @@ def test_the_bytes_of_a_shard_depend_neither_on_batches_nor_on_threads(
         file = MemoryFile()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shard, "CHUNK_BYTES", chunk)
-            for module in (shard_writer, streaming):
-                patch.setattr(module, "WRITE_BYTES", batch)
+            patch.setattr(shard_writer, "WRITE_BYTES", batch)
             summary = write_shard(file, [tensor], overlap=overlap)
         files.append((bytes(file.data), summary))
     assert files[0] == files[1] == files[2]

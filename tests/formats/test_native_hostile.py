@@ -19,11 +19,10 @@ from hypothesis import strategies as st
 import ckpt
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 from formats.native.borrowed import BORROWED, DELTA, DELTAS, RUN
-from formats.native.manifest import Manifest
-from formats.native.manifest_loader import load
+from formats.native.manifest import Manifest, load
 from formats.native.opened_shard import OWN_ENTRIES
 from formats.native.shard import RECORD, TABLE
-from formats.safetensors_header import build, parse
+from formats.safetensors.header import build, parse
 from tests.selection import examples
 
 Json = Any

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from formats.dtypes import BY_TORCH_NAME
 from formats.errors import FormatError, HostileError, UnsupportedError
 from formats.limits import INTEGER_BYTES
-from formats.pickle_reader import load
-from formats.pickle_records import (
+from formats.pickles.machine import load
+from formats.pickles.records import (
     RECORDS,
     Metadata,
     MetadataIndex,
@@ -32,7 +32,7 @@ from formats.pickle_records import (
     Storage,
     StoredTensor,
 )
-from formats.pickle_writer import Call, dump
+from formats.pickles.writer import Call, dump
 from tests.selection import examples
 
 DCP = "torch.distributed.checkpoint.metadata"

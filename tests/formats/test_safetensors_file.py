@@ -19,7 +19,7 @@ from formats.catalog import Catalog, TensorRef
 from formats.dtypes import DTYPES, DType, dtype_of_torch
 from formats.errors import CorruptError, FormatError, UnsupportedError
 from formats.outgoing import Outgoing, OutgoingTensor
-from formats.safetensors_file import (
+from formats.safetensors.file import (
     DTYPES_KEY,
     PACKED,
     TIED_KEY,
@@ -28,7 +28,7 @@ from formats.safetensors_file import (
     plan,
     read,
 )
-from formats.safetensors_header import BITS, build
+from formats.safetensors.header import BITS, build
 from sharding.layout import Box
 from tests.formats.written import write_files
 from tests.selection import examples

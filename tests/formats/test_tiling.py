@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from formats.catalog import check_tiling, overlapping
 from formats.errors import FormatError, HostileError
 from formats.limits import TANGLED
-from formats.tiling import check_tiling, overlapping
 from sharding.layout import Box
 
 spans = st.tuples(st.integers(0, 4), st.integers(1, 3)).map(lambda span: (span[0], sum(span)))

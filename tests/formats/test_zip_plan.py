@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from formats import zip_plan
 from formats.dtypes import BY_NAME
-from formats.file_plan import FilePlan, Late
-from formats.outgoing import OutgoingTensor
+from formats.outgoing import FilePlan, Late, OutgoingTensor
 from formats.zip_plan import Member, zip_parts
 from tests.formats.written import bytes_of
 from tests.selection import examples

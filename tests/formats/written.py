@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from formats.crc32 import crc32
-from formats.file_plan import FilePlan, Late, length_of
+from formats.outgoing import FilePlan, Late, length_of
 from formats.storage import Writer
+from formats.zip_plan import crc32
 
 
 def bytes_of(plan: FilePlan) -> Iterable[bytes | memoryview]:

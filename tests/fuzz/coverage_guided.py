@@ -23,8 +23,13 @@ SHARED = "shared.pickle"
 
 
 LATE = (
-    *("formats.torch_save", "formats.dcp", "formats.huggingface", "formats.native.reader"),
-    *("formats.native.codec", "formats.native.manifest_loader", "ckpt.verify_native"),
+    *(
+        "formats.torch_save",
+        "formats.dcp",
+        "formats.safetensors.huggingface",
+        "formats.native.reader",
+    ),
+    *("formats.native.codec", "formats.native.manifest", "ckpt.verify_native"),
     *("ckpt.verify_zip", "ckpt.verifying"),
 )
 """What is imported when it is first needed, and has to be instrumented."""

@@ -16,8 +16,8 @@ from formats.errors import FormatError, HostileError
 from formats.limits import limits
 from formats.native.borrowed import BORROWED, RUN
 from formats.native.manifest import MANIFEST
-from formats.pickle_reader import load
-from formats.pickle_records import StoredTensor
+from formats.pickles.machine import load
+from formats.pickles.records import StoredTensor
 from formats.strict_json import decode_object
 from tests.fuzz.folders import Folder, exercise
 from tests.fuzz.mutations import put_together, signed, taken_apart
@@ -71,7 +71,7 @@ def test_no_shape_or_stride_is_larger_than_memory_can_have(
     shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> None:
     from formats.dtypes import BY_NAME
-    from formats.pickle_records import Storage, view
+    from formats.pickles.records import Storage, view
 
     storage = Storage("0", BY_NAME["F32"], 100)
     assert isinstance(view(storage, storage.dtype, 0, (1,), (5,)), StoredTensor)
@@ -129,7 +129,7 @@ def test_a_tied_name_of_a_tensor_that_no_file_has_is_refused() -> None:
         two: file({"w": "x"}, "x"),
         "model.safetensors.index.json": json.dumps(index).encode(),
     }
-    from formats import huggingface
+    from formats.safetensors import huggingface
 
     with pytest.raises(FormatError, match="t is tied to w, which is in none of its files"):
         huggingface.read(Folder(files))

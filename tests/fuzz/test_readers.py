@@ -19,8 +19,9 @@ from safetensors import SafetensorError, deserialize
 
 from ckpt.plan.read_plan import requests_for
 from ckpt.transfer.read import read_requests
-from formats import pickle_reader, safetensors_file
 from formats.errors import FormatError
+from formats.pickles import machine
+from formats.safetensors import file as safetensors_file
 from sharding.layout import Box, Piece
 from tests.fuzz.folders import Folder, exercise
 from tests.fuzz.mutations import changed, changed_pickle, hostile
@@ -153,7 +154,7 @@ def test_what_is_read_of_a_changed_pickle_is_what_python_reads(number: int) -> N
     }
     data = changed_pickle(pickle.dumps(value, random.choice((2, 3, 4, 5))), random)
     try:
-        ours = pickle_reader.load(data, "f")
+        ours = machine.load(data, "f")
     except FormatError:
         return
     try:
@@ -166,10 +167,10 @@ def test_what_is_read_of_a_changed_pickle_is_what_python_reads(number: int) -> N
 @pytest.mark.parametrize("data", [b"cbuiltins\n\n.", b"c\nset\n."])
 def test_a_pickle_that_names_nothing_is_refused(data: bytes) -> None:
     with pytest.raises(FormatError, match="names nothing"):
-        pickle_reader.load(data, "f")
+        machine.load(data, "f")
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_frozen_sets_in_a_pickle_are_read_as_such_also_as_keys(protocol: int) -> None:
     value = [frozenset({4}), frozenset[int](), {5, frozenset({6, (7,)})}, {(8, frozenset({9})): 10}]
-    assert repr(pickle_reader.load(pickle.dumps(value, protocol), "f")) == repr(value)
+    assert repr(machine.load(pickle.dumps(value, protocol), "f")) == repr(value)

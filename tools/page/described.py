@@ -19,7 +19,7 @@ from formats.catalog import (
     plain_values,
     str_of,
 )
-from formats.folders import is_shard
+from formats.detect import is_shard
 from sharding.layout import FlatShard, Layout, Mesh, Only, Placement, Replicate, Shard, StridedShard
 from sharding.url_secrets import without_secrets
 

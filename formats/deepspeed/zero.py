@@ -1,6 +1,7 @@
 """Finds parameters and their optimizer state in the flat partitions of ZeRO.
 
-Rules, which are those of deepspeed/utils/zero_to_fp32.py:
+The files are zips of torch.save whose content is a dict. A file chooses each value, so every value
+is checked where it is taken out. Rules, which are those of deepspeed/utils/zero_to_fp32.py:
 
 1. Stages 1 and 2: a group of parameters is one row of elements, in the order of `param_shapes`.
    Behind each parameter there may be padding (`param_alignment_paddings`), and at most `2 * ranks`
@@ -10,21 +11,31 @@ Rules, which are those of deepspeed/utils/zero_to_fp32.py:
    group's parameters end to end.
 3. State that is a tensor without dimensions, or a number that all ranks have, belongs to all
    parameters of the group. Any other state has no published layout. It stays with its rank.
+4. A `Line` is a row of elements, end to end, in storages of several zips. A tensor's row-major
+   elements are dealt out to lines in equal shares, the last of which may be shorter. All of its
+   shares begin at one place of their lines. The pieces are computed on demand: a table would have a
+   row for each tensor, rank and state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import prod
+from typing import NamedTuple
 
-from formats.catalog import Key, TensorRecord, Tree
-from formats.deepspeed_files import File, Shapes
-from formats.errors import CorruptError, FormatError, UnsupportedError
-from formats.flat_partitions import FlatPieces, Line, Segment, segment
+from formats.catalog import Key, StoredPiece, TensorRecord, Tree
+from formats.dtypes import DType
+from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 from formats.limits import ELEMENTS
-from formats.pickle_records import StoredTensor
-from formats.torch_tree import KeyPath, Nest
+from formats.pickles.machine import load
+from formats.pickles.records import StoredTensor, is_shape
+from formats.pickles.tree import KeyPath, Nest, shown
+from formats.storage import Reader
+from formats.zip_records import DATA_PICKLE, Archive
+from sharding.layout import Box, Piece, row_major, span_boxes
 
 WEIGHTS = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 """The master weights in stages up to 2, and in stage 3."""
@@ -304,3 +315,179 @@ class _Rows:
             full = nest.claim((*before, name, *after))
             yield name, nest.place(full, TensorRecord(full, shape, lines[0].dtype, pieces))
             offset += share + gap
+
+
+class Segment(NamedTuple):
+    """A one-dimensional packed tensor of a zip: consecutive elements of a line."""
+
+    archive: Archive
+    tensor: StoredTensor
+
+    @property
+    def numel(self) -> int:
+        """Its number of elements."""
+        return self.tensor.shape[0]
+
+
+class Line:
+    """Segments end to end. Raises FormatError if their dtypes differ."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = segments
+        self.dtype: DType = segments[0].tensor.dtype
+        self.starts = [0, *accumulate(segment.numel for segment in segments)]
+        for segment in segments:
+            if segment.tensor.dtype != self.dtype:
+                raise FormatError(
+                    f"{segment.archive.where}: a flat partition has the dtype "
+                    f"{segment.tensor.dtype}, that of another rank {self.dtype}"
+                )
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.starts[-1]
+
+    def between(self, lo: int, hi: int) -> range:
+        """Returns the numbers of the segments from the one with element `lo` on, before `hi`."""
+        return range(bisect_right(self.starts, lo) - 1, bisect_left(self.starts, hi))
+
+
+class FlatPieces:
+    """The pieces of one tensor in flat partitions (rule 2)."""
+
+    def __init__(
+        self, shape: tuple[int, ...], lines: Sequence[Line], offset: int, share: int
+    ) -> None:
+        """Share `i` has `share` elements and lies in `lines[i]` from `offset` on."""
+        self._shape, self._lines, self._offset = shape, lines, offset
+        self._share = max(1, share)
+        self._strides = row_major(shape)
+        self._numel = prod(shape)
+
+    def locate(self, box: Box) -> Iterator[StoredPiece]:
+        """Yields the pieces that overlap `box`."""
+        if box:
+            last = tuple(hi - 1 for hi in box.hi)
+            for stored in self._between(self._index(box.lo), self._index(last) + 1):
+                if stored.piece.box & box:
+                    yield stored
+
+    def __iter__(self) -> Iterator[StoredPiece]:
+        return self._between(0, self._numel)
+
+    def _between(self, lo: int, hi: int) -> Iterator[StoredPiece]:
+        """Yields the pieces of the segments that have any of the row-major elements `[lo, hi)`."""
+        for number in range(lo // self._share, -(-hi // self._share) if lo < hi else 0):
+            line, begins = self._lines[number], number * self._share
+            ends = min(self._numel, begins + self._share)
+            back = self._offset - begins
+            for at in line.between(max(lo, begins) + back, min(hi, ends) + back):
+                start, stop = line.starts[at] - back, line.starts[at + 1] - back
+                yield from self._boxes(
+                    line.segments[at], start, max(start, begins), min(stop, ends)
+                )
+
+    def _boxes(self, segment: Segment, start: int, lo: int, hi: int) -> Iterator[StoredPiece]:
+        """Yields the elements `[lo, hi)` of the tensor; the segment begins at its `start`."""
+        if lo < hi:
+            extent = segment.archive.extent(f"data/{segment.tensor.storage.key}")
+            for box in span_boxes(self._shape, lo, hi):
+                at = segment.tensor.at + self._index(box.lo) - start
+                yield StoredPiece(Piece(box, at, self._strides), extent)
+
+    def _index(self, place: tuple[int, ...]) -> int:
+        return sum(i * stride for i, stride in zip(place, self._strides, strict=True))
+
+
+def segment(archive: Archive, value: object, name: str) -> Segment:
+    """Returns a tensor of a zip as a segment. `name` is that of the entry, for messages.
+
+    Raises:
+        FormatError: the value is not a packed tensor of one dimension.
+        CorruptError: its storage is missing from the zip or has another size.
+    """
+    if not isinstance(value, StoredTensor) or len(value.shape) != 1 or not _is_packed(value):
+        raise FormatError(f"{archive.where}: {name} is not a packed tensor of one dimension")
+    if value.shape[0]:
+        found = archive.record(f"data/{value.storage.key}").nbytes
+        if found != value.storage.nbytes:
+            raise CorruptError(
+                f"{archive.where}: the storage of {name} has {value.storage.nbytes} bytes by the "
+                f"pickle, {found} by the zip"
+            )
+    return Segment(archive, value)
+
+
+def _is_packed(tensor: StoredTensor) -> bool:
+    return tensor.shape[0] < 2 or tensor.strides == (1,)
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""The shapes of parameters by name, in the order of their elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of torch.save, opened."""
+
+    name: str
+    size: int
+    archive: Archive
+    content: object
+    pickle_bytes: int
+
+    def part(self, *path: str) -> dict[object, object]:
+        """Returns the dict at a key path. Raises FormatError if another value is there."""
+        found = self.content
+        for key in path:
+            found = found.get(key) if isinstance(found, dict) else None
+        if isinstance(found, dict):
+            return found
+        raise self.unlike("dict", found, *path)
+
+    def items(self, holder: Mapping[object, object], key: str) -> list[object]:
+        """Returns the list of a dict. Raises FormatError if another value is there."""
+        found = holder.get(key)
+        if isinstance(found, list | tuple):
+            return list(found)
+        raise self.unlike("list", found, key)
+
+    def unlike(self, kind: str, found: object, *path: object) -> FormatError:
+        """Returns the error for a value of another kind."""
+        return FormatError(
+            f"{self.name}: {shown(path)} is a {type(found).__name__}, DeepSpeed stores a {kind} "
+            "there"
+        )
+
+
+def opened(reader: Reader, name: str) -> File:
+    """Opens a file and reads its pickle, no tensor. Raises as `formats.torch_save.read` does."""
+    archive = Archive(reader, name)
+    pickled = archive.read(DATA_PICKLE)
+    return File(name, reader.size(name), archive, load(pickled, name), len(pickled))
+
+
+def shapes_of(file: File, value: object, *path: object) -> Shapes:
+    """Returns a table of shapes.
+
+    Raises FormatError for another value, HostileError for more elements than torch can count.
+    """
+    if not isinstance(value, dict):
+        raise file.unlike("table of shapes", value, *path)
+    for name, shape in value.items():
+        if type(name) is not str or not is_shape(shape):
+            raise file.unlike("name with a shape", shape, *path, name)
+        if prod(size or 1 for size in shape) >= ELEMENTS:
+            raise HostileError(
+                f"{file.name}: {shown((*path, name))} has more elements than torch can count"
+            )
+    return value
+
+
+def groups_of(file: File) -> list[Shapes]:
+    """Returns the shapes of the trained parameters by group; none if ZeRO is off."""
+    if file.part().get("param_shapes") is None:
+        return []
+    groups = file.items(file.part(), "param_shapes")
+    return [shapes_of(file, each, "param_shapes", at) for at, each in enumerate(groups)]

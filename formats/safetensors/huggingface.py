@@ -1,11 +1,12 @@
-"""A Hugging Face folder: `model.safetensors`, or numbered shards of it and an index.
+"""Folders of Hugging Face: `model.safetensors`, `pytorch_model.bin`, or shards and an index.
 
     model-00001-of-00002.safetensors
     model-00002-of-00002.safetensors
     model.safetensors.index.json     {"metadata": {"total_size": N}, "weight_map": {tensor: file}}
 
-formats/safetensors_file.py describes each file, and the rules for plain values, tied names and
-dtypes that safetensors lacks. Rules of the folder:
+`formats.safetensors.file` describes each file, and the rules for plain values, tied names and
+dtypes that safetensors lacks. `formats.safetensors.huggingface_files` has the names that count,
+which are alike for `.bin` files of torch.save. Rules of the folder:
 
 1. If a whole file and an index have one base name, the whole file counts, as for transformers.
 2. The index names only files of its own folder, and each tensor lies in the file that it names. A
@@ -13,20 +14,38 @@ dtypes that safetensors lacks. Rules of the folder:
    is a hint and is not checked: writers count tied tensors differently.
 3. Shards are filled in the order of the tensors, as by `huggingface_hub`. The index is written
    last. Shards without an index are read if their numbers are complete, and a note tells it.
+
+DCP's HuggingFaceStorageWriter with `save_distributed=True` writes a file of chunks for each rank:
+
+    shard-00001-model-00001-of-00001.safetensors     the chunks of rank 0
+    shard-00002-model-00001-of-00001.safetensors     the chunks of rank 1
+
+The metadata of each file has, under `DCP_SHARDING_INFO`, the offsets of each chunk in its tensor:
+`{"w": {"saved_offsets": [4, 0]}}`. Nothing in the folder has the shape of a whole tensor or the
+number of files. Rules of these files (torch/distributed/checkpoint/hf_storage.py and _hf_utils.py):
+
+4. A tensor reaches as far as its last chunk, as for torch's own reader. The chunks must tile it.
+5. A tensor without offsets begins at zero.
+6. If the last file is missing, the rest may still tile smaller tensors. A note tells it.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
-from formats import dcp_shards
-from formats.catalog import Catalog, FileRecord, TensorRecord
-from formats.errors import FormatError
-from formats.file_plan import FilePlan
-from formats.folders import folder_format
-from formats.huggingface_files import (
+from formats import torch_save
+from formats.catalog import Catalog, FileRecord, PieceTable, StoredPiece, TensorRecord, check_tiling
+from formats.detect import folder_format
+from formats.errors import FormatError, HostileError
+from formats.joined import Part, below, joined
+from formats.limits import ELEMENTS, check
+from formats.outgoing import FilePlan, Outgoing, OutgoingTensor
+from formats.safetensors.file import FileContents, flat_tree, plan_tensors, read_contents
+from formats.safetensors.huggingface_files import (
     Chosen,
     check_in_their_files,
     choose,
@@ -34,11 +53,9 @@ from formats.huggingface_files import (
     read_weight_map,
     unread_files,
 )
-from formats.joined import Part, below, joined
-from formats.limits import check
-from formats.outgoing import Outgoing, OutgoingTensor
-from formats.safetensors_file import FileContents, flat_tree, plan_tensors, read_contents
 from formats.storage import Reader
+from formats.strict_json import decode_object
+from sharding.layout import Box, Piece
 
 MAX_SHARD_BYTES = 5_000_000_000
 """The default for the largest data of a shard. A larger tensor has a shard of its own."""
@@ -51,8 +68,8 @@ _INDEX = ".safetensors.index.json"
 def read(reader: Reader, name: str | None = None, present: Sequence[str] | None = None) -> Catalog:
     """Reads the catalog of a folder: only the index and the headers of its files.
 
-    `name` is the whole file or the index; by default `formats.huggingface_files` decides among the
-    files that are `present`: by default all of the folder.
+    `name` is the whole file or the index; by default `huggingface_files` decides among the files
+    that are `present`: by default all of the folder.
 
     Raises:
         FileNotFoundError: the folder has no safetensors file.
@@ -61,8 +78,8 @@ def read(reader: Reader, name: str | None = None, present: Sequence[str] | None 
         FormatError: the index or a file breaks the rules of the format, or is ambiguous.
     """
     present = reader.names() if present is None else present
-    if name is None and any(map(dcp_shards.SHARD.fullmatch, present)):
-        return dcp_shards.read(reader)
+    if name is None and any(map(SHARD.fullmatch, present)):
+        return read_dcp_shards(reader)
     chosen = Chosen.named(name) if name is not None else choose(present, _WHOLE)
     if chosen is None:
         raise FileNotFoundError(f"{reader.url}: no *.safetensors or *{_INDEX} in this folder")
@@ -242,3 +259,131 @@ def _merge(
                 "of its files"
             )
     return tensors, aliases
+
+
+ENDING = ".bin"
+
+
+def read_bin(reader: Reader, present: Sequence[str] | None = None) -> Catalog:
+    """Reads the catalog of a folder: only the index, and the directory and pickle of its files.
+
+    `present` has the names of the files that may count; by default those of the folder.
+
+    Raises:
+        FileNotFoundError: the folder has no weights in `.bin` files.
+        CorruptError: a file that the index names is missing, or a tensor is not in its file.
+        FormatError: the index or a file breaks the rules, or two files have one tensor.
+    """
+    there = reader.names() if present is None else []
+    present = [name for name in present or there if is_weights(name)]
+    chosen = choose(present, ENDING)
+    if chosen is None:
+        raise FileNotFoundError(f"{reader.url}: no *.bin with weights in this folder")
+    weight_map, files = read_weight_map(reader, chosen, present)
+    catalogs = [torch_save.read(reader, name) for name in chosen.files or files]
+    index = [FileRecord(chosen.index, reader.size(chosen.index))] if chosen.index else []
+    names = {each.files[0].name: (*each.tensors, *each.aliases) for each in catalogs}
+    check_in_their_files(weight_map, names, chosen.index)
+    _check_apart(catalogs, chosen.index)
+    found = joined("huggingface", [Part((), catalog) for catalog in catalogs], index)
+    return replace(found, notes=chosen.notes, unread=unread_files(there, names))
+
+
+def is_weights(name: str) -> bool:
+    """Whether a `.bin` file or an index of such files has weights, by its name.
+
+    >>> is_weights("pytorch_model-00001-of-00002.bin"), is_weights("training_args.bin")
+    (True, False)
+    """
+    return name.startswith(("pytorch_model", "diffusion_pytorch_model", "adapter_model"))
+
+
+def _check_apart(catalogs: list[Catalog], index: str | None) -> None:
+    """Raises FormatError if two files have a tensor of one name."""
+    seen: set[str] = set()
+    for catalog in catalogs:
+        for name in (*catalog.tensors, *catalog.aliases):
+            if name in seen:
+                raise in_two_files(catalog.files[0].name, name, index)
+        seen.update(catalog.tensors, catalog.aliases)
+
+
+SHARD = re.compile(r"shard-([0-9]{5,9})-model-([0-9]{5,9})-of-([0-9]{5,9})\.safetensors")
+OFFSETS_KEY = "DCP_SHARDING_INFO"
+_WRITTEN = frozenset({OFFSETS_KEY, "DCP_VERSION", "format"})
+"""The keys of the metadata that the writer adds."""
+
+
+def read_dcp_shards(reader: Reader) -> Catalog:
+    """Reads the catalog of a folder: only the headers of its files.
+
+    Raises:
+        FormatError: the offsets are invalid, or chunks overlap or leave holes.
+        HostileError: a tensor has more elements than torch can count.
+        CorruptError, UnsupportedError: as for one safetensors file.
+    """
+    shards = sorted(filter(SHARD.fullmatch, reader.names()))
+    parts: dict[str, list[tuple[str, TensorRecord, Box]]] = {}
+    files: list[FileRecord] = []
+    metadata: dict[str, str] = {}
+    for shard in shards:
+        contents = read_contents(reader, shard)
+        offsets = _offsets(contents, shard)
+        for name, record in contents.tensors.items():
+            parts.setdefault(name, []).append((shard, record, _box(record, offsets, shard)))
+        files.append(contents.record)
+        metadata |= {k: text for k, text in contents.metadata.items() if k not in _WRITTEN}
+    tensors = {name: _tensor(name, found) for name, found in parts.items()}
+    note = (
+        f"these {len(shards)} files have no list of all files: if the last ranks' are missing, "
+        "tensors end earlier"
+    )
+    return Catalog(
+        format="huggingface",
+        tensors=tensors,
+        tree=flat_tree(tensors, {}),
+        files=tuple(files),
+        metadata=metadata,
+        notes=(note,),
+    )
+
+
+def _offsets(contents: FileContents, file: str) -> Mapping[str, object]:
+    """Returns the metadata's entry for each tensor of a file."""
+    text = contents.metadata.get(OFFSETS_KEY)
+    return decode_object(text, f"{file}: {OFFSETS_KEY}") if text is not None else {}
+
+
+def _box(record: TensorRecord, offsets: Mapping[str, object], file: str) -> Box:
+    """Returns the box of a chunk in its tensor."""
+    entry = offsets.get(record.name)
+    at = entry.get("saved_offsets") if isinstance(entry, dict) else [0] * len(record.shape)
+    if not isinstance(at, list) or len(at) != len(record.shape):
+        raise FormatError(
+            f"{file}: {OFFSETS_KEY} has no {len(record.shape)} offsets of {record.name}"
+        )
+    if any(type(lo) is not int or not 0 <= lo < ELEMENTS for lo in at):
+        raise FormatError(f"{file}: the offsets of {record.name} are {at!r:.80}, not whole numbers")
+    return Box(tuple(at), tuple(lo + size for lo, size in zip(at, record.shape, strict=True)))
+
+
+def _tensor(name: str, found: list[tuple[str, TensorRecord, Box]]) -> TensorRecord:
+    """Returns the tensor of these chunks (rule 1)."""
+    file, first, _ = found[0]
+    for other, record, _ in found:
+        if record.dtype != first.dtype or len(record.shape) != len(first.shape):
+            raise FormatError(
+                f"{other}: {name} is {record.dtype} of {len(record.shape)} dimensions, and "
+                f"{first.dtype} of {len(first.shape)} in {file}"
+            )
+    shape = tuple(max(his) for his in zip(*(box.hi for _, _, box in found), strict=True))
+    if prod(size or 1 for size in shape) >= ELEMENTS:
+        raise HostileError(f"{file}: {name} has more elements than torch can count")
+    placed = [(record, box) for _, record, box in found if box]
+    check_tiling(name, shape, [box for _, box in placed])
+    pieces = [
+        StoredPiece(Piece.packed(box), stored.extent)
+        for record, box in placed
+        for stored in record.pieces
+    ]
+    return replace(first, shape=shape, pieces=PieceTable(pieces))

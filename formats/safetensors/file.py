@@ -14,7 +14,7 @@ The format is flat. Rules for content that it lacks:
    which counts both numbers of a byte: its last dimension is twice as long.
 4. Larger elements come first, so that each tensor is aligned to the size of its elements.
 
-The shards of a Hugging Face folder are such files: formats/huggingface.py uses this module.
+The shards of a Hugging Face folder are such files.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ from formats.catalog import (
 )
 from formats.dtypes import BY_NAME, DType
 from formats.errors import FormatError, UnsupportedError
-from formats.file_plan import FilePlan
-from formats.outgoing import Outgoing, OutgoingTensor
-from formats.safetensors_header import BITS, Entry, Header, build, read_header
+from formats.outgoing import FilePlan, Outgoing, OutgoingTensor
+from formats.safetensors.header import BITS, Entry, Header, build, read_header
 from formats.storage import Reader
 from formats.strict_json import decode_object
 from sharding.layout import Box, Piece
@@ -68,7 +67,7 @@ def read(reader: Reader, name: str) -> Catalog:
 
     Raises:
         CorruptError: the file is shorter or longer than its header says.
-        HostileError: no writer makes such a header; see formats/safetensors_header.py.
+        HostileError: no writer makes such a header; see formats/safetensors/header.py.
         UnsupportedError: a tensor has elements smaller than a byte.
         FormatError: the file is not a safetensors file.
     """

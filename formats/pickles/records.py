@@ -68,7 +68,7 @@ class StoredTensor:
 class Opaque:
     """An object of a class that this package does not know, as its parts. Nothing makes it.
 
-    `formats.pickle_objects` decides which parts are shown.
+    `formats.pickles.values` decides which parts are shown.
     """
 
     type: str

@@ -4,12 +4,17 @@ A pickle names classes and functions by module and name, and an ordinary unpickl
 them. This reader only looks a name up in the tables below. Rules:
 
 1. The reader imports nothing and calls nothing of the file. A known name becomes a `Name` with a
-   maker here, a plain value or a record of `formats.pickle_records`.
-2. A call of any other name makes an `Opaque`: an object that is shown and never made. The names of
-   attacks are refused (`formats.hostile_names`).
+   maker here, a plain value or a record of `formats.pickles.records`.
+2. A call of any other name makes an `Opaque`: an object that is shown and never made.
 3. A value without a type in this package becomes the nearest plain one: an OrderedDict becomes a
    dict, a torch.Size a tuple, a deque a list, a device, a layout or a path its text.
 4. The types of arguments are checked before use, and no argument is a size to allocate.
+5. The names of attacks are refused, so that a user learns that the file is an attack: they run
+   programs, load code, or reach files and networks. A name is one of them if its module is one of
+   `_MODULES` or lies in a package of `_PACKAGES`, or the name passes through one of them, as in
+   `torch.os.system`; if it is one of the `_NAMES` of its module, or lies below one; if it is a
+   method of one of the `_CLASSES`, which reach files; if it has the form `__name__`, which reaches
+   into Python's own machinery; if it is longer than `NAME_CHARS`, or cannot be printed.
 
 torch's own list of allowed names is in torch/_weights_only_unpickler.py.
 """
@@ -20,11 +25,9 @@ import posixpath
 from collections.abc import Callable
 
 from formats.dtypes import BY_TORCH_NAME
-from formats.errors import FormatError, UnsupportedError
-from formats.hostile_names import NAME_CHARS, check_harmless, refused
-from formats.keys import KeysApart
-from formats.pickle_numpy import from_buffer, numpy_dtype, reconstructed, scalar
-from formats.pickle_records import (
+from formats.errors import FormatError, HostileError, UnsupportedError
+from formats.limits import KeysApart
+from formats.pickles.records import (
     RECORDS,
     Name,
     Opaque,
@@ -34,7 +37,7 @@ from formats.pickle_records import (
     integer_of,
     shape_of,
 )
-from formats.pickle_tensors import TENSOR_MAKERS
+from formats.pickles.values import TENSOR_MAKERS, from_buffer, numpy_dtype, reconstructed, scalar
 
 # The makers: each takes the arguments in the file and returns the value of the call.
 
@@ -244,7 +247,7 @@ _RENAMED = {"__builtin__": "builtins", "exceptions": "builtins", "copy_reg": "co
 def known(module: str, name: str) -> object:
     """Returns the inert value of a name in a pickle: a dtype, a class of storages or a `Name`.
 
-    Raises HostileError, with the name, by the rule of `formats.hostile_names`.
+    Raises HostileError, with the name, by the rule of `formats.pickles.names`.
     """
     module = _RENAMED.get(module, module)
     full = f"{module}.{name}" if len(module) + len(name) <= NAME_CHARS else ""
@@ -281,3 +284,102 @@ def _list(value: object) -> list[object]:
     if isinstance(value, list | tuple):
         return list(value)
     raise FormatError(f"a list is expected, not a {type(value).__name__}")
+
+
+NAME_CHARS = 250
+"""Characters of a class or function with its module."""
+
+_MODULES = frozenset(
+    (
+        *("os", "posix", "nt", "subprocess", "_posixsubprocess", "popen2", "pty"),
+        *("sys", "imp", "runpy", "pkgutil", "zipimport", "codeop", "pdb", "bdb"),
+        *("cProfile", "timeit", "doctest", "pydoc", "_ctypes", "shutil", "tempfile"),
+        *("fileinput", "webbrowser", "antigravity", "socket", "_socket", "ssl", "urllib2"),
+        *("httplib", "ftplib", "smtplib", "telnetlib", "signal", "pickle", "_pickle", "cPickle"),
+        *("marshal", "winreg", "_winreg"),
+    )
+)
+_PACKAGES = frozenset(
+    (
+        *("importlib", "ctypes", "asyncio", "http", "xmlrpc", "urllib.request", "distutils"),
+        *("ensurepip", "venv", "pip", "torch.hub", "torch.package", "torch.utils.cpp_extension"),
+        *("torch.utils.model_zoo", "torch.distributed.rpc", "torch.distributed.launcher"),
+        *("numpy.f2py", "numpy.testing", "numpy.distutils"),
+    )
+)
+_CLASSES = frozenset(
+    f"pathlib.{module}{name}"
+    for module in ("", "_local.")
+    for name in ("Path", "PosixPath", "WindowsPath")
+)
+_NAMES = {
+    "builtins": frozenset(
+        (
+            *("eval", "exec", "execfile", "compile", "open", "file", "input", "raw_input", "apply"),
+            *("setattr", "delattr", "globals", "locals", "vars", "dir", "help", "breakpoint"),
+            *("reload", "exit", "quit", "memoryview"),
+        )
+    ),
+    "code": frozenset(("InteractiveConsole", "InteractiveInterpreter", "interact")),
+    "commands": frozenset(  # protocol 2 calls subprocess so
+        (
+            *("Popen", "call", "check_call", "check_output", "run"),
+            *("getoutput", "getstatusoutput", "getstatus"),
+        )
+    ),
+    "profile": frozenset(("run", "runctx", "Profile")),
+    "trace": frozenset(("Trace",)),
+    "urllib": frozenset(("urlopen", "urlretrieve")),
+    "io": frozenset(("open", "open_code", "FileIO")),
+    "_io": frozenset(("open", "open_code", "FileIO")),
+    "operator": frozenset(("methodcaller", "attrgetter")),
+    "types": frozenset(("CodeType", "FunctionType", "LambdaType", "MethodType", "ModuleType")),
+    "numpy": frozenset(("load", "loads", "fromfile", "save")),
+    "torch": frozenset(("load",)),
+    "torch._utils": frozenset(("_import_dotted_name",)),
+    "torch.classes": frozenset(("load_library",)),
+    "torch.jit": frozenset(("load", "CompilationUnit")),
+    "torch.ops": frozenset(("load_library",)),
+    "torch.serialization": frozenset(("load",)),
+}
+
+
+def check_harmless(module: str, name: str) -> None:
+    """Raises HostileError, with the name, if the rule of this file refuses it."""
+    if len(module) + len(name) > NAME_CHARS or not f"{module}{name}".isprintable():
+        raise refused(f"{module[:NAME_CHARS]}.{name[:NAME_CHARS]}")
+    parts = name.split(".")
+    starts = [module] if "." not in module else _prefixes(module)
+    is_special = len(parts[-1]) > 4 and parts[-1].startswith("__") and parts[-1].endswith("__")
+    if (
+        is_special
+        or module in _MODULES
+        or not _MODULES.isdisjoint(parts[:-1])
+        or not _PACKAGES.isdisjoint(starts)
+        or not _PACKAGES.isdisjoint(f"{module}.{each}" for each in _prefixes(name))
+        or not _CLASSES.isdisjoint(_prefixes(f"{module}.{name}")[:-1])
+        or not _NAMES.get(module, frozenset()).isdisjoint(_prefixes(name))
+    ):
+        raise refused(f"{module}.{name}")
+
+
+def refused(full: str) -> HostileError:
+    """Returns the error for a hostile name."""
+    return HostileError(
+        f"the pickle asks for {_shown(full)}, which a checkpoint never needs; nothing was executed"
+    )
+
+
+def _prefixes(dotted: str) -> list[str]:
+    """Returns the first part of a dotted name, the first two, ...
+
+    >>> _prefixes("a.b.c")
+    ['a', 'a.b', 'a.b.c']
+    """
+    parts = dotted.split(".")
+    return [".".join(parts[: end + 1]) for end in range(len(parts))]
+
+
+def _shown(name: str) -> str:
+    # A hostile name may have control characters for the terminal, or a megabyte.
+    return name if name.isprintable() and len(name) <= 200 else repr(name[:200])

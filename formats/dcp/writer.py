@@ -1,7 +1,7 @@
 """Plans folders that torch.distributed.checkpoint (DCP) loads. torch is not needed.
 
 `plans` has one file of items and then `.metadata`, which makes the folder a checkpoint. Torch's own
-rules flatten the state (`formats.dcp_nest`), so that `dcp.load` finds each name of the same
+rules flatten the state (`formats.dcp.nest`), so that `dcp.load` finds each name of the same
 nested state. Torch's limits hold too: keys become text, and an empty dict is lost. (An empty dict
 as a value would make `dcp.load` assume a checkpoint of torch before 2.4.)
 """
@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from formats.catalog import TensorRef
-from formats.dcp_nest import METADATA, flattened
+from formats.dcp.nest import METADATA, flattened
 from formats.errors import UnsupportedError
-from formats.file_plan import FilePlan, Part, length_of
-from formats.outgoing import Outgoing, OutgoingTensor
-from formats.pickle_records import (
+from formats.outgoing import FilePlan, Outgoing, OutgoingTensor, Part, length_of
+from formats.pickles.records import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -25,9 +24,9 @@ from formats.pickle_records import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from formats.pickle_writer import Call, dump
+from formats.pickles.tree import KeyPath, shown
+from formats.pickles.writer import Call, dump
 from formats.torch_save import archive_parts, check_all_placed, pack
-from formats.torch_tree import KeyPath, shown
 
 ITEMS = "__0_0.distcp"
 """The file with the items, with the name of rank 0's first file."""

@@ -15,20 +15,22 @@ from dataclasses import replace
 from math import prod
 
 from formats.catalog import Tree
-from formats.deepspeed_files import File, Shapes, opened
-from formats.deepspeed_zero import (
+from formats.deepspeed.zero import (
     STATES,
+    File,
+    Shapes,
     States,
     belongs_to_all,
+    opened,
     option_groups,
     other_values,
 )
 from formats.errors import CorruptError, HostileError
 from formats.limits import applied, current
-from formats.pickle_records import StoredTensor
+from formats.pickles.records import StoredTensor
+from formats.pickles.tree import Nest
 from formats.storage import Reader
 from formats.threads import Pool
-from formats.torch_tree import Nest
 from sharding.layout import row_major
 
 FOLDER = "zero"

@@ -1,36 +1,179 @@
-"""Reads the items of a DCP checkpoint: small torch.save zips in byte ranges of larger files.
+"""Reads the folders of torch.distributed.checkpoint (DCP) without torch and without unpickling.
 
-With `SerializationFormat.SAFETENSORS`, the tensors of a file are one safetensors file behind the
-zips of the values, and `.metadata` has the first byte of this file as the place of each tensor.
-
+`.metadata` is a pickle with the shape, dtype and chunks (boxes) of each tensor, and the file and
+byte range of each chunk's item. An item is a small torch.save zip with one tensor or one other
+value. With `SerializationFormat.SAFETENSORS`, the tensors of a file are one safetensors file behind
+the zips of the values, and `.metadata` has the first byte of this file as the place of each tensor.
 Rules:
 
-1. The table of items is checked at once: each range lies inside a file of the folder, and the
-   ranges of a file lie end to end. `.metadata` has no checksum; these checks replace it.
-2. The item of a tensor's chunk is opened when its piece is located, and only once. Its zip has the
-   true place and strides of the data. Shape, dtype and size must agree with `.metadata`.
-3. A file is of safetensors if its items do not tile it and all its tensors have one place. Then the
+1. `read` reads `.metadata` and the items of values. The item of a tensor's chunk is opened when its
+   piece is located, and only once. Its zip has the true place and strides of the data; shape, dtype
+   and size must agree with `.metadata`.
+2. `.metadata` has no checksum, so redundant parts of it must agree: the chunks tile their tensor,
+   each range lies inside a file of the folder, the ranges of a file lie end to end, and each name
+   has its key path.
+3. A name is DCP's: the key path joined by dots. `planner_data` has the key paths, from which the
+   nest is rebuilt (`formats.dcp.nest`). Without it the tree is flat.
+4. A file is of safetensors if its items do not tile it and all its tensors have one place. Then the
    header has the places of the tensors, and no item is a zip.
+5. The zips of chunks with one shape and dtype differ in the data, in a random identifier, and in
+   the checksums of both. The first such zip is parsed. The next ones are compared with it, byte by
+   byte, and only the checksum of the data is taken from them. An item with any other difference is
+   parsed as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from operator import itemgetter
 
-from formats.catalog import Extent, PieceTable, StoredPiece, check_inside
-from formats.dcp_alike import AlikeItems
-from formats.dcp_nest import METADATA
+from formats.catalog import (
+    Catalog,
+    Extent,
+    FileRecord,
+    PieceTable,
+    StoredPiece,
+    TensorRecord,
+    Tree,
+    check_inside,
+    check_tiling,
+)
+from formats.dcp.nest import METADATA, key_path, nested
 from formats.dtypes import DType
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
-from formats.limits import applied, current
-from formats.pickle_reader import load
-from formats.pickle_records import MetadataIndex, StorageInfo, StoredTensor, check_index
-from formats.safetensors_header import Entry, Header, read_header
-from formats.storage import Reader
-from formats.zip_records import PICKLE, ZIP_MAGIC, Archive
+from formats.limits import DIMENSIONS, ELEMENTS, applied, check, current
+from formats.pickles.machine import load
+from formats.pickles.records import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageInfo,
+    StoredTensor,
+    TensorProperties,
+    TensorStorageMetadata,
+    check_index,
+    is_shape,
+)
+from formats.pickles.tree import Nest, shown
+from formats.safetensors.header import Entry, Header, read_header
+from formats.storage import LOCAL_READ_BYTES, Reader
+from formats.zip_records import DATA_PICKLE, ZIP_MAGIC, Archive
 from sharding.layout import Box, Piece
+
+
+def read(reader: Reader) -> Catalog:
+    """Reads the catalog of a DCP folder (rule 1).
+
+    Raises:
+        FileNotFoundError: the folder has no `.metadata`.
+        HostileError: a pickle names a class that no checkpoint needs. Nothing was executed.
+        UnsupportedError: items went through a transform, or have values that cannot be read.
+        CorruptError: a file is missing or too short.
+        FormatError: chunks overlap or leave holes, or the metadata is invalid in another way.
+    """
+    metadata = _metadata(reader)
+    items = Items(reader, metadata.storage_data)
+    entries = _mapping(metadata.state_dict_metadata, "state_dict_metadata")
+    known_paths = _mapping(metadata.planner_data or {}, "planner_data")
+    if known_paths and (lost := [name for name in entries if name not in known_paths]):
+        raise FormatError(f"{METADATA}: planner_data has no key path for {shown(tuple(lost[:1]))}")
+    paths = {name: key_path(name, known_paths) for name in entries}
+    sizes = {METADATA: reader.size(METADATA)}
+    nest, pickles = Nest(METADATA, sizes[METADATA]), KnownPickles()
+    leaves: dict[str, Tree] = {}
+    values: dict[str, Extent] = {}
+    for name, entry in entries.items():
+        leaves[name] = None  # keeps the order: values are read in the order of their bytes
+        if isinstance(entry, TensorStorageMetadata):
+            record, view = _tensor(reader, nest.claim(paths[name]), entry, items, pickles)
+            leaves[name] = nest.place(view, record)
+        elif isinstance(entry, BytesStorageMetadata):
+            values[name] = items.find(name, None)
+        else:
+            raise FormatError(f"{METADATA}: {name} is a {type(entry).__name__}")
+    if len(set(values.values())) < len(values):
+        raise HostileError(f"{METADATA}: two values lie in the same bytes")
+    ahead = ReadAhead(reader)
+    for name, item in sorted(values.items(), key=lambda each: (each[1].file, each[1].offset)):
+        archive = Archive(ahead, item.file, item.offset, item.nbytes)
+        pickled = archive.read(DATA_PICKLE)
+        nest.grow(len(pickled))
+        leaves[name] = nest.tree(load(pickled, archive.where), paths[name], archive)
+    sizes.update(items.sizes)
+    return Catalog(
+        format="dcp",
+        tensors=nest.tensors,
+        tree=nested({paths[name]: leaf for name, leaf in leaves.items()}),
+        files=tuple(FileRecord(name, size) for name, size in sorted(sizes.items())),
+        aliases=nest.aliases,
+        metadata={"version": metadata.version} if isinstance(metadata.version, str) else {},
+    )
+
+
+def _metadata(reader: Reader) -> Metadata:
+    try:
+        size = reader.size(METADATA)
+    except FileNotFoundError:
+        if "__0" + METADATA in reader.names():
+            raise UnsupportedError(
+                f"{reader.url}: each rank saved a checkpoint of its own (__0.metadata, ...); save "
+                "with a process group or with no_dist=True"
+            ) from None
+        raise
+    check("pickle_bytes", size, METADATA)
+    loaded = load(reader.read(METADATA, 0, size), METADATA)
+    if not isinstance(loaded, Metadata):
+        raise FormatError(
+            f"{METADATA}: it holds a {type(loaded).__name__}, not the metadata of DCP"
+        )
+    return loaded
+
+
+def _tensor(
+    reader: Reader, name: str, entry: TensorStorageMetadata, items: Items, pickles: KnownPickles
+) -> tuple[TensorRecord, object]:
+    """Returns the record of a tensor, and a key that only tensors with equal items share."""
+    properties, shape, chunks = entry.properties, _shape(name, entry.size), entry.chunks
+    dtype = properties.dtype if isinstance(properties, TensorProperties) else None
+    if prod(size or 1 for size in shape) >= ELEMENTS:
+        raise HostileError(f"{METADATA}: {name} has more elements than torch can count")
+    if not isinstance(dtype, DType) or not isinstance(chunks, list):
+        raise FormatError(f"{METADATA}: {name} has no dtype and chunks")
+    pieces = []
+    for chunk in chunks:
+        if not isinstance(chunk, ChunkStorageMetadata):
+            raise FormatError(f"{METADATA}: a chunk of {name} is a {type(chunk).__name__}")
+        lo, sizes = _shape(name, chunk.offsets), _shape(name, chunk.sizes)
+        if len(lo) != len(shape) or len(sizes) != len(shape):
+            raise FormatError(f"{METADATA}: a chunk of {name} has not {len(shape)} dimensions")
+        box = Box(lo, tuple(start + size for start, size in zip(lo, sizes, strict=True)))
+        if box:  # ranks beyond the last row have empty chunks
+            pieces.append(StoredPiece(Piece.packed(box), items.find(name, lo)))
+    check_tiling(f"{METADATA}: {name}", shape, [stored.piece.box for stored in pieces])
+    if len({stored.extent for stored in pieces}) < len(pieces):
+        raise FormatError(f"{METADATA}: two chunks of {name} lie in the same bytes")
+    view = (dtype, shape, tuple(pieces)) if pieces else name
+    table = ItemPieces(reader, name, dtype, PieceTable(pieces), items.raw, pickles)
+    return TensorRecord(name, shape, dtype, table), view
+
+
+def _shape(name: str, value: object) -> tuple[int, ...]:
+    if not is_shape(value):
+        raise FormatError(
+            f"{METADATA}: a shape of {name} is not a tuple of whole numbers from 0 up, at most "
+            f"{DIMENSIONS}"
+        )
+    return value
+
+
+def _mapping(value: object, what: str) -> dict[str, object]:
+    if isinstance(value, dict) and all(type(key) is str for key in value):
+        return value
+    raise FormatError(f"{METADATA}: {what} is not a table of names")
+
 
 READ_AHEAD_BYTES = 1 << 20
 """Bytes of one read while values are read, whose items lie side by side."""
@@ -183,7 +326,7 @@ class KnownPickles:
 
     def tensor(self, archive: Archive) -> object:
         """Returns the content of an item's pickle."""
-        pickled = archive.read(PICKLE)
+        pickled = archive.read(DATA_PICKLE)
         found: object = self._tensors.get(pickled)
         if found is None:
             found = load(pickled, archive.where)
@@ -322,3 +465,91 @@ class ReadAhead:
     def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
         """Fills buffers from the file, without the block."""
         self._reader.read_into(name, offset, *targets)
+
+
+IDENTIFIER = ".data/serialization_id"
+MOST_BYTES = 64 << 10
+"""The largest number of bytes around the data of an item that are compared."""
+KNOWN_ITEMS = 1 << 10
+"""The largest number of items that are kept. A model has few shapes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parsed:
+    """A parsed item: the bytes before and after its data."""
+
+    head: bytes
+    tail: bytes
+    """With zeros in the place of the bytes that differ."""
+    differing: tuple[slice, ...]
+    """The places in the tail of the checksums and the identifier."""
+    checksum_at: int
+    """The place in the tail of the data's CRC-32."""
+    data_bytes: int
+    tensor: StoredTensor
+
+
+class AlikeItems:
+    """Parsed items by their sizes. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._parsed: dict[int, _Parsed] = {}
+
+    def find(self, reader: Reader, item: Extent) -> tuple[Extent, StoredTensor] | None:
+        """Returns the data and the tensor of an item; None if no parsed one is like it."""
+        known = self._parsed.get(item.nbytes)
+        if known is None or reader.read_bytes > LOCAL_READ_BYTES:  # each read is a request
+            return None
+        after = item.offset + item.nbytes - len(known.tail)
+        tail = reader.read(item.file, after, len(known.tail))
+        if (
+            blanked(tail, known.differing) != known.tail
+            or reader.read(item.file, item.offset, len(known.head)) != known.head
+        ):
+            return None
+        checksum = int.from_bytes(tail[known.checksum_at : known.checksum_at + 4], "little")
+        at = item.offset + len(known.head)
+        return Extent(item.file, at, known.data_bytes, crc32=checksum or None), known.tensor
+
+    def add(self, item: Extent, archive: Archive, data: Extent, tensor: StoredTensor) -> None:
+        """Keeps a parsed item for those that are like it."""
+        if len(self._parsed) >= KNOWN_ITEMS or item.nbytes - data.nbytes > MOST_BYTES:
+            return
+        head = archive.bytes_at(item.offset, data.offset - item.offset)
+        end = data.offset + data.nbytes
+        tail = archive.bytes_at(end, item.offset + item.nbytes - end)
+        own = data.crc32.to_bytes(4, "little") if data.crc32 else b""
+        if not own or own not in tail:
+            return
+        differing = _places(tail, own)
+        if IDENTIFIER in archive:
+            found = archive.extent(IDENTIFIER)
+            if not end <= found.offset <= item.offset + item.nbytes - found.nbytes:
+                return
+            differing.append(slice(found.offset - end, found.offset - end + found.nbytes))
+            differing += _places(tail, (found.crc32 or 0).to_bytes(4, "little"))
+        places = tuple(differing)
+        self._parsed[item.nbytes] = _Parsed(
+            head, blanked(tail, places), places, tail.rindex(own), data.nbytes, tensor
+        )
+
+
+def blanked(data: bytes, places: tuple[slice, ...]) -> bytes:
+    r"""Returns data with zeros at some places.
+
+    >>> blanked(b"abcdef", (slice(1, 3),))
+    b'a\x00\x00def'
+    """
+    found = bytearray(data)
+    for place in places:
+        found[place] = bytes(place.stop - place.start)
+    return bytes(found)
+
+
+def _places(data: bytes, wanted: bytes) -> list[slice]:
+    """Returns the places of all occurrences of some bytes."""
+    places, at = [], data.find(wanted)
+    while at >= 0:
+        places.append(slice(at, at + len(wanted)))
+        at = data.find(wanted, at + len(wanted))
+    return places

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from formats.catalog import Key, TensorRef, Tree
 from formats.errors import FormatError, UnsupportedError
 from formats.limits import DEPTH, LIST_HOLES
-from formats.torch_tree import KeyPath, chars_of, shown
+from formats.pickles.tree import KeyPath, chars_of, shown
 
 METADATA = ".metadata"
 """The file that makes a folder a DCP checkpoint."""

@@ -1,4 +1,4 @@
-"""Writes pickles that torch reads: plain values and the records of `formats.pickle_records`.
+"""Writes pickles that torch reads: plain values and the records of `formats.pickles.records`.
 
 The pickles have protocol 2, as those of torch.save: `torch.load(weights_only=True)` knows its
 opcodes. This writer writes each opcode itself, so it needs no torch and stores nothing else.
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from struct import pack
 
 from formats.dtypes import DType
-from formats.pickle_names import STORAGE_NAMES
-from formats.pickle_records import (
+from formats.pickles.names import STORAGE_NAMES
+from formats.pickles.records import (
     FIELDS,
     RECORDS,
     BytesStorageMetadata,

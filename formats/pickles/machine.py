@@ -1,7 +1,8 @@
-"""The stack machine that reads a pickle as data, without imports, calls or code of the file.
+"""Reads pickles as data, without imports, calls or code of the file.
 
 This is the stack machine of Python's pickle module (protocols 2 to 5), reduced to the content of
-checkpoints. Its safety rules, next to those of `formats.pickle_names`:
+checkpoints, for a pickle that is the whole of its bytes and for the first of several in a file. Its
+safety rules, next to those of `formats.pickles.names`:
 
 1. A class or function of the file is looked up in a table of known names and never imported. REDUCE
    and NEWOBJ of another name make an `Opaque`. BUILD accepts only a record or dict of this pickle.
@@ -21,16 +22,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from struct import Struct
 from struct import error as StructError
 
 from formats.errors import FormatError, HostileError, UnsupportedError
-from formats.keys import KeysApart
-from formats.limits import INTEGER_BYTES, current, exceeded
-from formats.pickle_names import MAKERS, known, storage
-from formats.pickle_numpy import NumpyArray, NumpyDType
-from formats.pickle_records import (
+from formats.limits import INTEGER_BYTES, KeysApart, check, current, exceeded
+from formats.pickles.names import MAKERS, known, storage
+from formats.pickles.records import (
     FIELDS,
     RECORDS,
     Name,
@@ -40,6 +39,7 @@ from formats.pickle_records import (
     check_key,
     fill,
 )
+from formats.pickles.values import NumpyArray, NumpyDType
 
 SET_STEPS = 3
 """A new set counts as so many steps: it takes as much memory."""
@@ -70,7 +70,7 @@ class Loaded:
 
 
 def run(data: bytes, at: int, where: str, storage_of: Callable[[object], Storage]) -> Loaded:
-    """Returns the content of the pickle at byte `at`. Raises as `formats.pickle_reader.load` does.
+    """Returns the content of the pickle at byte `at`. Raises as `load` does.
 
     `storage_of` returns the storage in the bytes of a file that lies in the pickle.
     """
@@ -449,3 +449,82 @@ _BY_OPCODE: dict[bytes, Step] = {
 }
 
 _STEPS: list[Step | None] = [_BY_OPCODE.get(bytes([opcode])) for opcode in range(256)]
+
+
+LEGACY_MAGIC, LEGACY_VERSION = 0x1950A86A20F9469CFC6C, 1001
+"""The first two pickles of a file of torch.save before 1.6."""
+COUNT_BYTES = 8
+"""The bytes of the number of elements before each storage of such a file."""
+
+
+def load(data: bytes, where: str) -> object:
+    """Returns the content of a pickle as plain values and records of `formats.pickles.records`.
+
+    `where` begins each message: the file and, if it has several pickles, the place of this one.
+
+    Raises:
+        HostileError: the pickle has a name of an attack, or an absurd size.
+        UnsupportedError: the pickle has an older protocol, or a kind of tensors that is not read.
+        FormatError: the pickle is not valid.
+    """
+    return load_whole(data, where).value
+
+
+def load_whole(data: bytes, where: str) -> Loaded:
+    """Returns the content of a pickle, with the attributes of its dicts. Raises as `load` does."""
+    loaded = load_first(data, where)
+    if loaded.end != len(data):
+        raise FormatError(f"{where}: bytes follow the pickle, which ends at byte {loaded.end}")
+    return loaded
+
+
+def load_first(data: bytes, where: str, at: int = 0, is_inside: bool = False) -> Loaded:
+    """Returns the content of the pickle at byte `at`. Raises as `load` does.
+
+    `is_inside` is for a pickle in another one; it may have no third one inside.
+    """
+    check("pickle_bytes", len(data) - at, where)
+    return run(data, at, where, _no_storage if is_inside else _storage_inside)
+
+
+def load_row(data: bytes, where: str, is_inside: bool = False) -> Loaded:
+    """Returns the content of the pickles at the beginning of a file of torch.save before 1.6.
+
+    These are a magic number, a version, the sizes of C's types, the state, and the keys of the
+    storages, which follow. `storages` has them in the order of the file. Raises as `load` does.
+    """
+    values, at = [], 0
+    for _ in range(5):
+        loaded = load_first(data, where, at, is_inside)
+        values.append(loaded)
+        at = loaded.end
+    magic, version, system, state, keys = values
+    if magic.value != LEGACY_MAGIC or version.value != LEGACY_VERSION:
+        raise FormatError(f"{where}: not a file of torch.save")
+    if not isinstance(system.value, dict) or system.value.get("little_endian") is not True:
+        raise UnsupportedError(
+            f"{where}: it was written on a big-endian machine; load it there with torch.load and "
+            "save it again"
+        )
+    listed = keys.value if isinstance(keys.value, list) else []
+    found = {
+        key: state.storages[key] for key in listed if type(key) is str and key in state.storages
+    }
+    if not len(listed) == len(found) == len(state.storages):
+        raise FormatError(f"{where}: the listed storages are not those of the state")
+    return Loaded(state.value, at, found, state.attributes)
+
+
+def _storage_inside(data: object) -> Storage:
+    """Returns the storage in the bytes of a file of torch.save, as plain pickles have it."""
+    if type(data) is not bytes:
+        raise FormatError("a storage is not in bytes of its own")
+    row = load_row(data, "a storage in the pickle", is_inside=True)
+    found = row.value
+    if not isinstance(found, Storage) or len(data) - row.end != COUNT_BYTES + found.nbytes:
+        raise FormatError("the bytes of a storage have another length")
+    return replace(found, data=data[row.end + COUNT_BYTES :])
+
+
+def _no_storage(data: object) -> Storage:
+    raise FormatError("the pickle of a storage has a storage inside")

@@ -8,12 +8,16 @@ Rules:
    separate tensors that share its bytes.
 3. A value without a type in the tree becomes the nearest one: a set becomes a sorted list. A numpy
    array is a tensor, and so is a storage.
-4. An object of an unknown class is an opaque value, or its parts (`formats.pickle_objects`). Also
+4. An object of an unknown class is an opaque value, or its parts (`formats.pickles.values`). Also
    opaque are a numpy array that is no tensor, and a dict with a key that is no key of a tree. An
    opaque value has the number of tensors in it that the tree does not show, so that a conversion
    can say that it leaves out weights.
 5. A pickle may contain itself, or one part a million times. The depth and size of the walk, and the
    length of the names, are therefore bounded.
+6. numpy arrays in a pickle of torch.save are text in an encoding of their bytes, so no range of the
+   file has the bytes themselves. The reader of the pickle has decoded them, and `InlineChunks` give
+   them to the code that reads tensors, as the chunks of a compressed tensor do. Each chunk reads
+   one byte of the file for nothing: ranges of no bytes are not read.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from reprlib import Repr
 from typing import Protocol
 
 from formats.catalog import (
+    Chunk,
     Extent,
     Key,
     OpaqueValue,
@@ -38,12 +43,9 @@ from formats.catalog import (
 )
 from formats.dtypes import DType
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
-from formats.inline import inline
 from formats.limits import DEPTH, FREE_VALUES, Names
-from formats.pickle_numpy import NumpyArray, NumpyDType
-from formats.pickle_objects import Entries, parts_of
-from formats.pickle_records import Name, Opaque, Storage, StoredTensor
-from formats.pickle_tensors import TENSOR
+from formats.pickles.records import Name, Opaque, Storage, StoredTensor
+from formats.pickles.values import TENSOR, Entries, NumpyArray, NumpyDType, parts_of
 from sharding.layout import Box, Piece, is_dense
 
 KeyPath = tuple[object, ...]
@@ -362,3 +364,36 @@ def _is_key(key: object) -> bool:
     if isinstance(key, tuple):
         return all(map(_is_key, key))
     return key is None or isinstance(key, str | int | float)
+
+
+CHUNK_BYTES = 1 << 20
+
+
+class InlineChunks:
+    """Chunks whose decoded bytes are in memory."""
+
+    chunk_bytes = CHUNK_BYTES
+    compressed = True
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return -(-len(self._data) // CHUNK_BYTES)
+
+    def __getitem__(self, index: int) -> Chunk:
+        raw_bytes = min(CHUNK_BYTES, len(self._data) - index * CHUNK_BYTES)
+        return Chunk(index, 1, raw_bytes, b"", compressed=True)
+
+    def wrong(self, first: int, stored: memoryview) -> None:
+        """Returns None: a chunk has no checksum of its own."""
+
+    def decode(self, index: int, stored: memoryview, width: int, target: memoryview) -> None:
+        """Copies the bytes of a chunk into `target`."""
+        lo = index * CHUNK_BYTES
+        target[:] = self._data[lo : lo + len(target)]
+
+
+def inline(file: str, data: bytes) -> Extent:
+    """Returns an extent of `file`, from which the bytes come, that decodes to these bytes."""
+    return Extent(file, 0, len(data), InlineChunks(data))

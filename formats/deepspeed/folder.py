@@ -28,15 +28,25 @@ from dataclasses import dataclass, field
 from math import prod
 
 from formats.catalog import Catalog, FileRecord, TensorRecord, TensorRef, Tree
-from formats.deepspeed_files import File, groups_of, opened, shapes_of
-from formats.deepspeed_universal import universal_states
-from formats.deepspeed_zero import Nested, States, dict_of, zero_states
+from formats.deepspeed.universal import universal_states
+from formats.deepspeed.zero import (
+    File,
+    FlatPieces,
+    Line,
+    Nested,
+    States,
+    dict_of,
+    groups_of,
+    opened,
+    segment,
+    shapes_of,
+    zero_states,
+)
 from formats.errors import CorruptError, FormatError, UnsupportedError
-from formats.flat_partitions import FlatPieces, Line, segment
 from formats.joined import below
-from formats.pickle_records import StoredTensor
+from formats.pickles.records import StoredTensor
+from formats.pickles.tree import Nest
 from formats.storage import Reader
-from formats.torch_tree import Nest
 
 LATEST = ("latest", "latest_universal")
 """Files with the name of the newest folder."""

@@ -1,0 +1,1 @@
+"""The checkpoints of DeepSpeed: ZeRO of all stages, and Universal."""

@@ -1,0 +1,1 @@
+"""Files of safetensors, alone and in the folders of Hugging Face."""
