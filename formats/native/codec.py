@@ -6,8 +6,8 @@ and faster, because the exponents, which repeat, lie side by side. A chunk that 
 1/32 is stored uncompressed; a reader sees this from the stored size. `Effort` skips most chunks of
 a tensor that does not shrink.
 
-The first compressed chunk imports zstandard. Each thread keeps its contexts and scratch memory: new
-ones for each chunk, with the page faults of new memory, took a third of the time.
+The first compressed chunk imports zstandard and numpy. Each thread keeps its contexts and scratch
+memory: new ones for each chunk, with the page faults of new memory, took a third of the time.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import threading
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from formats.errors import CorruptError
 
 if TYPE_CHECKING:
+    import numpy as np
     from zstandard import ZstdCompressor, ZstdDecompressor
 
 LEVEL = 1
@@ -39,7 +38,7 @@ class _Thread(threading.local):
     """The contexts and scratch memory of a thread."""
 
     def __init__(self) -> None:
-        self._scratch = np.empty(0, dtype=np.uint8)
+        self._scratch: np.ndarray | None = None
 
     @cached_property
     def compressor(self) -> ZstdCompressor:
@@ -58,7 +57,9 @@ class _Thread(threading.local):
 
     def scratch(self, nbytes: int) -> np.ndarray:
         """Returns memory that the next call on this thread reuses."""
-        if self._scratch.nbytes < nbytes:
+        import numpy as np
+
+        if self._scratch is None or self._scratch.nbytes < nbytes:
             self._scratch = np.empty(nbytes, dtype=np.uint8)
         return self._scratch[:nbytes]
 
@@ -114,6 +115,8 @@ def decompress(frame: bytes | memoryview, width: int, target: memoryview, where:
 
 def differ(raw: memoryview, other: memoryview, target: memoryview) -> None:
     """Fills `target`, which may be one of the two chunks, with the XOR of two chunks."""
+    import numpy as np
+
     a, b, out = (np.frombuffer(data, dtype=np.uint8) for data in (raw, other, target))
     np.bitwise_xor(a, b, out=out)
 
@@ -122,6 +125,8 @@ def _shuffle(raw: memoryview, width: int) -> memoryview:
     """Returns the byte planes of a chunk, in this thread's scratch memory."""
     if width == 1:
         return raw
+    import numpy as np
+
     elements = np.frombuffer(raw, dtype=f"<u{width}")
     planes = _thread.scratch(len(raw)).reshape(width, -1)
     for byte in range(width):
@@ -134,6 +139,8 @@ def _unshuffle(data: bytes, width: int, target: memoryview) -> None:
     if width == 1:
         target[:] = data
         return
+    import numpy as np
+
     planes = np.frombuffer(data, dtype=np.uint8).reshape(width, -1)
     elements = np.frombuffer(target, dtype=f"<u{width}")
     for lo in range(0, len(elements), BLOCK_ELEMENTS):

@@ -15,6 +15,7 @@ import xxhash
 from formats.catalog import Chunk, Extent
 from formats.errors import CorruptError, FormatError
 from formats.native.borrowed import BORROWED, DELTAS, Place, Root, Run
+from formats.native.codec import decompress, differ
 from formats.native.manifest import ShardFile
 from formats.native.shard import RECORD, TABLE, ShardIndex
 from formats.safetensors.header import Entry
@@ -297,8 +298,6 @@ class ChunkTable:
         if len(stored) == len(target):
             target[:] = stored
             return
-        from formats.native.codec import decompress, differ  # numpy
-
         decompress(stored, width, target, self._where)
         root = self._roots.get(self._first + index)
         if root is not None:
@@ -369,6 +368,4 @@ def read_root(reader: Reader, file: str, root: Root, width: int, target: memoryv
     if len(stored) == len(target):
         target[:] = stored
     else:
-        from formats.native.codec import decompress  # numpy
-
         decompress(stored, width, target, where)

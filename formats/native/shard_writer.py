@@ -70,8 +70,6 @@ def write_shard(
     if lent is not None and (lent.codec, lent.chunk_bytes) != (codec, chunk_bytes_of(codec)):
         lent = None  # its chunks have another size or codec, so none can be borrowed
     if compress or lent is not None:
-        from formats.native.shard_writer import write_as_it_comes  # numpy
-
         return write_as_it_comes(file, ordered, codec, lent, deltas and compress, progress)
     chunk_bytes = chunk_bytes_of(codec)
     sizes = [tensor.nbytes for tensor in ordered]

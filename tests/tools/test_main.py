@@ -234,7 +234,10 @@ def test_a_disk_that_fails_is_an_error_of_the_store(run, tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     ended = run("ls", tmp_path / "loop")
     assert ended.code == ExitCode.STORE
-    assert ended.err == f"ckpt: {tmp_path}/loop/manifest.json: Too many levels of symbolic links\n"
+    place = f"{tmp_path}/loop/manifest.json"
+    assert ended.err.startswith(
+        f"ckpt: {place}: reading it failed: Too many levels of symbolic links;"
+    )
 
 
 def test_names_from_a_file_send_no_commands_to_the_terminal(run, tmp_path):
