@@ -28,7 +28,6 @@ from ckpt.run.retention import RunStep, newest_steps
 from ckpt.stores.store import Options, open_store
 from formats.detect import folder_format
 from formats.native.manifest import NONFINITE
-from formats.detect import folder_format
 from sharding.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["RunStep", "run_steps"]

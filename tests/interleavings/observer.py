@@ -21,8 +21,7 @@ import torch
 
 import ckpt
 from ckpt.newest import ORDER, order_of
-from formats.native.manifest import MANIFEST, Manifest
-from formats.native.manifest_loader import load
+from formats.native.manifest import MANIFEST, Manifest, load
 from tests.interleavings.simulation import CLOCK_SECONDS, Store, World, here
 
 Order = tuple[int, int]
