@@ -20,11 +20,12 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from ckpt.deleting import check_no_link
+from ckpt.errors import ArgumentError
 from ckpt.model_files import ADAPTER, CONFIG
 from ckpt.stores.read_only import check_writable
 from ckpt.stores.store import (
@@ -162,6 +163,19 @@ def remove_marked(url: str, mark: str) -> None:
                     store.remove_if_empty()
 
 
+def remove_old(store: Store) -> None:
+    """Removes old left-overs from the folder of a checkpoint that was deleted just now.
+
+    A store that fails leaves them to `gc`.
+    """
+    with suppress(OSError, FormatError):
+        found = [one for one in _left_overs(store, store.url, (), OLD_SECONDS) if one.is_old]
+        needed, folder = base_files_beside(store.url, store.options) if found else (None, "")
+        for one in found:
+            if needed is None or not needed.cover(folder, one.name):
+                _remove(store, OLD_SECONDS, one)
+
+
 def is_folder(url: str | os.PathLike[str], storage_options: Options = None) -> bool:
     """Whether a folder exists. In a bucket a folder exists if it holds a file or an upload."""
     path = local_path(url)
@@ -289,6 +303,16 @@ def _is_written(name: str) -> bool:
     part = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.part", name, re.DOTALL)
     complete = part[1] if part else name
     return complete in _MODEL_FILES or _WRITTEN.fullmatch(complete) is not None
+
+
+def check_no_link(url: str | os.PathLike[str]) -> None:
+    """Raises ArgumentError if a place is a link on a disk: a delete does not follow links."""
+    link = link_at(url)
+    if link is not None:
+        raise ArgumentError(
+            f"{link}: a link to {os.path.realpath(link)}, which was not deleted; to delete that "
+            "folder, give its own path; to remove the link, use rm"
+        )
 
 
 def _remove(store: Store, age: float, one: LeftOver) -> None:

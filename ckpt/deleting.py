@@ -6,8 +6,10 @@ import os
 from collections.abc import Collection
 from contextlib import suppress
 
-from ckpt.errors import ArgumentError, InUseError, NotACheckpointError
+from ckpt.collecting import check_no_link, remove_old
+from ckpt.errors import InUseError, NotACheckpointError, StoreError
 from ckpt.nearby import advice_at
+from ckpt.run.history import pin_file, pins_in, step_of
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.read_only import check_writable
 from ckpt.stores.store import (
@@ -34,8 +36,9 @@ def delete(
 ) -> None:
     """Deletes the checkpoint of ckpt's own format at `url`. It is gone when this returns.
 
-    One process calls this. It removes the files that the manifest names, and the folder if it is
-    then empty. A save in progress with this checkpoint as its base fails.
+    One process calls this. It removes the files that the manifest names, those that unfinished
+    saves have left there more than 25 hours ago, and the folder if it is then empty. A save in
+    progress with this checkpoint as its base fails.
 
     Args:
         missing_ok: accepts a place without a checkpoint, for example in a second delete after an
@@ -43,12 +46,13 @@ def delete(
         storage_options: options of the fsspec driver.
 
     Raises:
-        InUseError: checkpoints beside this one borrow from it; the message names them. Nothing was
-            removed.
+        InUseError: checkpoints beside this one borrow from it, or its run has pinned it; the
+            message names them. Nothing was removed.
         NotACheckpointError: no checkpoint of ckpt's own format is at `url`.
         CorruptError: the manifest is damaged, so that the checkpoint's files are unknown.
         ArgumentError: `url` is a link on a disk.
         StoreError: the disk or object store failed; or the place is only read, as a live state is.
+            The checkpoint is there, or the message says that files of it stay.
 
     >>> import ckpt, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -95,15 +99,51 @@ def was_deleted(
                 f"{store.url}: no checkpoint of ckpt's own format is here{advice}"
             ) from error
         files = [file.name for file in load(data, f"{store.url}/{MANIFEST}").files]
+        _check_unpinned(store.url, store.options)
         if gone is not None:
             _check_unused_but_by(gone, store)
             gone.add(place)
             return True
         withdraw(store, data)
-        for name in files:
-            store.delete(name)
-        store.remove_if_empty()
+        _remove_all(store, files)
     return True
+
+
+def _remove_all(store: Store, files: Collection[str]) -> None:
+    """Removes the files of a checkpoint without a manifest, and the folder if it is then empty.
+
+    Raises StoreError if some stay.
+    """
+    staying: dict[str, OSError] = {}
+    for name in files:
+        try:
+            store.delete(name)
+        except OSError as error:
+            staying[name] = error
+    if store.names():
+        remove_old(store)
+    store.remove_if_empty()
+    for first in staying.values():
+        raise StoreError(
+            f"{store.url}: the checkpoint is deleted, and {len(staying)} of its {len(files)} files "
+            f"stay, for `ckpt gc`: {first}",
+            names=[*staying],
+        ) from first
+
+
+def _check_unpinned(url: str, options: Options) -> None:
+    """Raises InUseError if a run has pinned its step here."""
+    above, name = split_url(absolute(url))
+    step = step_of(name)
+    if step is None:
+        return
+    with open_store(above, options) as run:
+        pins = pins_in(run.names()).get(step, ())
+    for pin in pins[:1]:
+        raise InUseError(
+            f"{url}: it is pinned as {pin!r}, so that nothing removes it: before, call "
+            f"Checkpointer.unpin({step}, {pin!r}), or remove {join_url(above, pin_file(step, pin))}"
+        )
 
 
 def _check_unused_but_by(gone: Collection[str], store: Store) -> None:
@@ -137,12 +177,13 @@ def delete_step(
 def remove_link(link: str, gone: set[str] | None = None) -> None:
     """Removes a link to a checkpoint; the checkpoint stays. With `gone`, as for `was_deleted`.
 
-    Raises InUseError if a checkpoint beside the link borrows from it by this name.
+    Raises InUseError if it is pinned, or a checkpoint beside it borrows from it by this name.
     """
     parent, name = split_url(absolute(link))
     users = [
         one for one in borrowers(parent, name, None) if join_url(parent, one) not in {*(gone or ())}
     ]
+    _check_unpinned(link, None)
     if users:
         raise InUseError(f"{link}: {borrowing(users)} and cannot be read without it")
     if gone is not None:
@@ -150,13 +191,3 @@ def remove_link(link: str, gone: set[str] | None = None) -> None:
     else:
         with suppress(FileNotFoundError):
             os.unlink(link)
-
-
-def check_no_link(url: str | os.PathLike[str]) -> None:
-    """Raises ArgumentError if a place is a link on a disk: a delete does not follow links."""
-    link = link_at(url)
-    if link is not None:
-        raise ArgumentError(
-            f"{link}: a link to {os.path.realpath(link)}, which was not deleted; to delete that "
-            "folder, give its own path; to remove the link, use rm"
-        )

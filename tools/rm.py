@@ -7,15 +7,18 @@ the code of `ckpt.Checkpointer(keep=...)`.
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt.display import count, printable
 from ckpt.errors import NotACheckpointError
 from ckpt.run.retention import Keep
+from sharding.errors import listed
 from tools.exit_codes import ExitCode
 from tools.quantities import keep_of
 from tools.storage_options import Option, add_storage_options, mapping
 
+SHOWN_NAMES = 3
 SUMMARY = "delete checkpoints of ckpt's own format, unless others borrow from them"
 
 
@@ -68,7 +71,23 @@ def run(options: Options) -> int:
     for url in options.urls:
         found = was_deleted(url, options.missing_ok, storage, gone)
         print(f"{_done(options) if found else 'not there'} {printable(url)}")
+        if found and gone is None:
+            _tell_left_overs(url, storage)
     return ExitCode.FINE
+
+
+def _tell_left_overs(url: str, storage: Mapping[str, object] | None) -> None:
+    """Names the files that no checkpoint owned in the folder of a deleted one."""
+    from ckpt.stores.store import open_store
+
+    with open_store(url, storage) as store:
+        names = store.names()
+    if names:
+        print(
+            f"note: {count(len(names), 'file')} of no checkpoint left in "
+            f"{printable(url)}: {printable(listed(names, SHOWN_NAMES))}; `ckpt gc` tells of those "
+            "of unfinished saves"
+        )
 
 
 def _thin(url: str, keep: Keep, options: Options) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.deleting import delete_step
-from ckpt.errors import CkptError, InUseError, NotACheckpointError
+from ckpt.errors import CkptError, NotACheckpointError
 from ckpt.newest import newest_first, order_of, seconds_of
 from ckpt.run.failures import Failures
 from ckpt.run.history import check_no_foreign_steps, folder_name, pin_file, run_steps
@@ -237,13 +237,6 @@ class RunRanks:
         def delete() -> None:
             if look is not None:
                 look()
-            found = run_steps(self.url, storage_options=self._options)
-            pins = [name for one in found if one.step == step for name in one.pins]
-            if pins:
-                raise InUseError(
-                    f"{self.place(step)}: it is pinned as {pins[0]!r}; call unpin({step}, "
-                    f"{pins[0]!r}) before, or keep it"
-                )
             delete_step(self.place(step), is_near, self._options)
 
         def delete_near() -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt
+from tools.exit_codes import ExitCode
 from tools.main import main
 
 
@@ -89,8 +90,11 @@ def test_a_deleted_step_is_gone_and_pinned_or_borrowed_ones_are_not_deleted(
             run.delete(4)
         assert run.restore(state_of(0)) == 4
         run.pin(3, "a")
-        with pytest.raises(ckpt.InUseError, match=r"pinned as 'a'; call unpin\(3, 'a'\)"):
-            run.delete(3)
+        pinned = rf"pinned as 'a', .*unpin\(3, 'a'\), or remove {tmp_path}/pin-3-a.json"
+        for delete in (lambda: run.delete(3), lambda: ckpt.delete(tmp_path / "step-3")):
+            with pytest.raises(ckpt.InUseError, match=pinned):
+                delete()
+        assert main(["rm", str(tmp_path / "step-3")]) == ExitCode.EXISTS
         with pytest.raises(ckpt.NotACheckpointError, match="step-9"):
             run.delete(9)
         ckpt.save(tmp_path / "other", state_of(2), base=tmp_path / "step-2")

@@ -1,4 +1,5 @@
 import shutil
+import time
 from itertools import permutations
 from pathlib import Path
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt import collecting
 from tools.exit_codes import ExitCode
 
 
@@ -44,6 +46,21 @@ def test_a_delete_that_was_interrupted_can_be_repeated(saved: Path):
         ckpt.delete(saved)
     ckpt.delete(saved, missing_ok=True)
     assert list(saved.iterdir())  # its files are `ckpt gc`'s
+
+
+def test_left_overs_of_killed_saves_go_with_their_step_once_no_save_needs_them(
+    run, saved: Path, monkeypatch: pytest.MonkeyPatch
+):
+    left = saved / "00000000000000af-00000.safetensors"
+    left.write_bytes(b"killed")
+    ended = run("rm", saved)
+    assert ended.code == ExitCode.FINE
+    assert f"note: 1 file of no checkpoint left in {saved}: {left.name}" in ended.out
+    assert [*saved.iterdir()] == [left]
+    ckpt.save(saved, {"w": torch.zeros(4)})
+    monkeypatch.setattr(collecting, "now", lambda: time.time() + collecting.OLD_SECONDS + 9)
+    assert run("rm", saved).out == f"deleted {saved}\n"
+    assert not saved.exists()
 
 
 def test_a_dry_run_has_the_results_and_the_errors_of_a_delete(run, saved: Path):
