@@ -31,10 +31,11 @@ from ckpt.errors import *  # noqa: E402, F403 - `ckpt.errors` has the one list o
 if TYPE_CHECKING:
     from ckpt import events, sharding, state_dict
     from ckpt.background.save_handle import Saved, SaveHandle
+    from ckpt.checking.diff import diff
+    from ckpt.checking.verify import verify
     from ckpt.collecting import LeftOver, gc
-    from ckpt.converting import convert
+    from ckpt.converting.convert import convert
     from ckpt.deleting import delete
-    from ckpt.diffing import diff
     from ckpt.lazy import Checkpoint, TensorHandle, open, read
     from ckpt.live.follow import LiveVersion, follow
     from ckpt.live.publish import LiveState, publish
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from ckpt.run.rng import rng
     from ckpt.saving import save
     from ckpt.state.per_rank import PerRank, per_rank
-    from ckpt.verifying import verify
     from formats.limits import limits
 
 _WHERE = {
@@ -66,14 +66,14 @@ _WHERE = {
     "LiveVersion": "ckpt.live.follow",
     "Checkpoint": "ckpt.lazy",
     "TensorHandle": "ckpt.lazy",
-    "convert": "ckpt.converting",
+    "convert": "ckpt.converting.convert",
     "read_mapping": "ckpt.mapping.changes",
     "TensorMapping": "ckpt.mapping.rules",
     "delete": "ckpt.deleting",
     "gc": "ckpt.collecting",
     "LeftOver": "ckpt.collecting",
-    "diff": "ckpt.diffing",
-    "verify": "ckpt.verifying",
+    "diff": "ckpt.checking.diff",
+    "verify": "ckpt.checking.verify",
     "limits": f"{formats.__name__}.limits",
     "LiveState": "ckpt.live.publish",
     "publish": "ckpt.live.publish",

@@ -27,6 +27,7 @@ from ckpt.errors import (
 )
 from ckpt.mapping.casts import Casts
 from ckpt.mapping.changes import Changes, MappingName
+from ckpt.mapping.structure import names_of
 from ckpt.match.selection import Selection, map_selected
 from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
 from ckpt.sources import Source, open_source
@@ -35,7 +36,6 @@ from ckpt.state.nests import versioned
 from ckpt.state.typed_values import opened
 from ckpt.stores.replacement_guard import unless_replaced
 from ckpt.stores.store import Options
-from ckpt.structure import names_of
 from ckpt.transfer.read import read_requests
 from ckpt.transfer.record_sums import Verify, checked_verify
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree, map_tree

@@ -29,12 +29,12 @@ from time import gmtime, strftime, strptime
 from typing import NamedTuple, TypeVar
 from warnings import warn
 
+from ckpt.checking.verify import verify as verify_all
 from ckpt.display import natural
 from ckpt.errors import FallbackWarning, NotACheckpointError, ReplacedError, Skipped
 from ckpt.nearby import checkpoints_below, nothing_at, similar_path
 from ckpt.stores.replacement_guard import MANIFEST_HEAD_BYTES, head_now, replaced, unless_replaced
 from ckpt.stores.store import Options, Store, absolute, is_file, join_url, open_store, split_url
-from ckpt.verifying import verify as verify_all
 from formats.errors import CorruptError, FormatError, UnsupportedError
 from formats.limits import current
 from formats.native.manifest import MANIFEST, Manifest, load

@@ -16,17 +16,25 @@ from typing import TYPE_CHECKING, cast, get_args
 from ckpt.arguments import DtypeName, FormatName, KindName
 from ckpt.display import count, printable, size
 from tools.exit_codes import ExitCode
-from tools.name_changes import MappingOption, Pair, add_name_changes, by_first, mappings_of
-from tools.name_patterns import add_name_patterns
+from tools.options import (
+    MappingOption,
+    Option,
+    Pair,
+    add_name_changes,
+    add_name_patterns,
+    add_storage_options,
+    add_storage_options_of,
+    by_first,
+    mapping,
+    mappings_of,
+)
 from tools.progress import progress, tensor_bytes
-from tools.quantities import size_of
-from tools.storage_options import Option, add_storage_options, add_storage_options_of, mapping
-from tools.text import columns, json_text, place
+from tools.text import columns, json_text, place, size_of
 from tools.torchrun import ranks_of_torchrun
 
 if TYPE_CHECKING:
-    from ckpt.conversion_plan import ConversionPlan
-    from ckpt.converting import ConvertReport
+    from ckpt.converting.convert import ConvertReport
+    from ckpt.converting.plan import ConversionPlan
     from ckpt.mapping.changes import Part
 
 SUMMARY = "write a checkpoint in another format, in bounded memory"
@@ -153,7 +161,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> int:
     """Convert, and print what was written and what was left out."""
-    from ckpt.converting import convert
+    from ckpt.converting.convert import convert
 
     began = time.monotonic()
     told = mapping(options.storage_options)

@@ -10,14 +10,23 @@ from typing import TYPE_CHECKING
 
 from ckpt.display import count, printable, size
 from tools.exit_codes import ExitCode
-from tools.name_changes import MappingOption, Pair, add_name_changes, by_first, mappings_of
-from tools.name_patterns import add_name_patterns
+from tools.options import (
+    MappingOption,
+    Option,
+    Pair,
+    add_name_changes,
+    add_name_patterns,
+    add_storage_options,
+    add_storage_options_of,
+    by_first,
+    mapping,
+    mappings_of,
+)
 from tools.progress import progress, tensor_bytes
-from tools.storage_options import Option, add_storage_options, add_storage_options_of, mapping
 from tools.text import json_text, place, shortened
 
 if TYPE_CHECKING:
-    from ckpt.diffing import Comparison, ValueDifference
+    from ckpt.checking.diff import Comparison, ValueDifference
 
 SUMMARY = "compare names, shapes, dtypes, elements, plain values and structure of two checkpoints"
 CONTEXT = 20
@@ -73,7 +82,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> int:
     """Prints the differences; DIFFERENT where there is one."""
-    from ckpt.diffing import diff
+    from ckpt.checking.diff import diff
 
     told = mapping(options.storage_options)
     if options.html is not None:
@@ -126,7 +135,7 @@ def _write_page(path: str, url: str, told: Mapping[str, object] | None, found: C
 def _value_line(value: ValueDifference) -> str:
     """Returns the line of a plain value. Long texts begin shortly before they differ.
 
-    >>> from ckpt.diffing import ValueDifference
+    >>> from ckpt.checking.diff import ValueDifference
     >>> _value_line(ValueDifference("lr", "3", "4")), _value_line(ValueDifference("lr", None, "4"))
     ('! lr: 3 in A, 4 in B', '+ lr: only in B: 4')
     """

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from ckpt.display import count, printable, size
 from tools.exit_codes import ExitCode
-from tools.quantities import age, duration
-from tools.storage_options import Option, add_storage_options, mapping
-from tools.text import columns, json_text
+from tools.options import Option, add_storage_options, mapping
+from tools.text import age, columns, duration, json_text
 
 if TYPE_CHECKING:
     from ckpt.collecting import LeftOver

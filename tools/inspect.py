@@ -26,7 +26,7 @@ from formats.catalog import (
     str_of,
 )
 from tools.exit_codes import ExitCode
-from tools.storage_options import Option, add_storage_options, mapping
+from tools.options import Option, add_storage_options, mapping
 from tools.text import columns, json_text, place, shortened
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ckpt.display import printable
 from tools.exit_codes import ExitCode
-from tools.storage_options import Option, add_storage_options, mapping
+from tools.options import Option, add_storage_options, mapping
 from tools.text import tell
 
 SUMMARY = "print the path of the newest checkpoint with an intact manifest and all its files"

@@ -22,9 +22,8 @@ from formats.native.borrowed import beside
 from formats.native.manifest import MANIFEST
 from formats.storage import Reader
 from tools.exit_codes import ExitCode
-from tools.quantities import age
-from tools.storage_options import Option, add_storage_options, mapping
-from tools.text import columns, json_text, shortened
+from tools.options import Option, add_storage_options, mapping
+from tools.text import age, columns, json_text, shortened
 
 if TYPE_CHECKING:
     from ckpt.stores.store import Store

@@ -26,7 +26,7 @@ from ckpt.version import __version__
 from sharding.url_secrets import without_secrets
 from tools import completion, convert, diff, gc, inspect, latest, ls, plan, rm, serve, top, verify
 from tools.exit_codes import ExitCode, code_of, table
-from tools.option_names import with_options
+from tools.options import with_options
 from tools.progress import note_of_a_wait
 from tools.text import tell
 

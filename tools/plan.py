@@ -11,14 +11,13 @@ from ckpt.display import count, size
 from formats.limits import RANKS
 from sharding.errors import ArgumentError
 from tools.exit_codes import ExitCode
-from tools.quantities import size_of
-from tools.storage_options import Option, add_storage_options, mapping
-from tools.text import columns, json_text, place
+from tools.options import Option, add_storage_options, mapping
+from tools.text import columns, json_text, place, size_of
 
 if TYPE_CHECKING:
+    from ckpt.converting.layouts import TargetLayouts
     from ckpt.plan.rank_reads import RankReads
     from ckpt.sources import Source
-    from ckpt.target_layouts import TargetLayouts
 
 SUMMARY = "show what each rank of a job would read from a checkpoint"
 SHOWN_RANKS = 64
@@ -75,8 +74,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> int:
     """Prints a line for each planned rank, and the rank that reads most."""
+    from ckpt.converting.layouts import PlacementRule, TargetLayouts, parsed_mesh
     from ckpt.sources import open_source
-    from ckpt.target_layouts import PlacementRule, TargetLayouts, parsed_mesh
 
     rules = [PlacementRule.parsed(text) for text in options.placements or ()]
     target = TargetLayouts(parsed_mesh(options.mesh, options.world_size), rules)
@@ -160,9 +159,9 @@ def _described(options: Options, source: Source, found: Sequence[RankReads]) -> 
 
 
 def _check_rules(source: Source, rules: Sequence[object]) -> None:
+    from ckpt.converting.layouts import PlacementRule
     from ckpt.match.selection import check_names_some
     from ckpt.state.patterns import matches
-    from ckpt.target_layouts import PlacementRule
 
     for rule in rules:
         assert isinstance(rule, PlacementRule)

@@ -15,8 +15,8 @@ from ckpt.errors import NotACheckpointError
 from ckpt.run.retention import Keep
 from sharding.errors import listed
 from tools.exit_codes import ExitCode
-from tools.quantities import keep_of
-from tools.storage_options import Option, add_storage_options, mapping
+from tools.options import Option, add_storage_options, mapping
+from tools.text import keep_of
 
 SHOWN_NAMES = 3
 SUMMARY = "delete checkpoints of ckpt's own format, unless others borrow from them"

@@ -1,14 +1,22 @@
-"""Tables and JSON in the command's output (`ckpt.display` has names and sizes)."""
+"""Text of the commands: tables, JSON, sizes, ages and policies, printed and parsed.
+
+`ckpt.display` has names and sizes.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from ckpt.display import printable
+from ckpt.run.retention import Keep
+from ckpt.run.schedule import UNITS, seconds_in
+from formats.limits import parse_size
 from sharding.url_secrets import without_secrets
 
 MAX_SHOWN = 200
@@ -66,3 +74,79 @@ def _plain(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
+
+
+LONGEST = 1e9
+"""Some thirty years: no clock of an operating system takes a much longer time."""
+
+
+def size_of(text: str) -> int:
+    """Returns the bytes of a size such as `5GB`, for argparse."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from error
+
+
+def duration(text: str) -> float:
+    """Returns the seconds of an age such as `90m`, for argparse; at most `LONGEST`.
+
+    >>> duration("90m"), duration("1.5d"), duration("0")
+    (5400.0, 129600.0, 0.0)
+    """
+    seconds = seconds_in(text)
+    if seconds is None or seconds > LONGEST:
+        raise ArgumentTypeError(f"{text!r} is no time; say 30s, 90m, 2h or 3d")
+    return seconds
+
+
+def age(seconds: float) -> str:
+    """Returns an age in its largest unit.
+
+    >>> age(7260), age(3), age(-1)
+    ('2 h', '3 s', '0 s')
+    """
+    for letter, unit in reversed(UNITS.items()):
+        if seconds >= unit:
+            return f"{seconds / unit:.0f} {letter}"
+    return "0 s"
+
+
+def keep_of(text: str) -> Keep:
+    """Parses a policy such as `last=3,every=1000,best=2,metric=loss,mode=max,one_per=1h`.
+
+    >>> keep_of("last=3,younger_than=2h") == Keep(last=3, younger_than=7200.0)
+    True
+    """
+    found: dict[str, Any] = {}
+    for rule in text.split(","):
+        name, _, value = rule.strip().partition("=")
+        if name not in _RULES or not value or name in found:
+            known = ", ".join(f"{name}=" for name in _RULES)
+            raise ArgumentTypeError(f"{rule.strip()!r} is no rule; there are {known}, each once")
+        found[name] = _RULES[name](value)
+    try:
+        keep = Keep(**found)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from error
+    if keep.keeps_all:
+        raise ArgumentTypeError(f"{text!r} keeps every checkpoint; say last=, every= or best=")
+    return keep
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 19):
+        raise ArgumentTypeError(f"{text!r} is no whole number")
+    return int(text)
+
+
+_RULES: dict[str, Callable[[str], Any]] = {
+    "last": _number,
+    "every": _number,
+    "best": _number,
+    "metric": str,
+    "mode": str,
+    "younger_than": duration,
+    "one_per": duration,
+    "last_finite": _number,
+}

@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING
 
 from ckpt.display import count, printable, size
 from tools.exit_codes import ExitCode
+from tools.options import Option, add_storage_options, mapping
 from tools.progress import has_answered
-from tools.quantities import age, duration
-from tools.storage_options import Option, add_storage_options, mapping
-from tools.text import columns, json_text, place
+from tools.text import age, columns, duration, json_text, place
 
 if TYPE_CHECKING:
     from ckpt.newest import Committed

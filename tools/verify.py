@@ -6,13 +6,12 @@ import shlex
 from argparse import ArgumentParser
 from dataclasses import asdict, dataclass, field
 
+from ckpt.checking.report import Report
 from ckpt.display import count, printable, size
 from ckpt.errors import CkptError, NotACheckpointError
-from ckpt.report import Report
 from tools.exit_codes import ExitCode, code_of
-from tools.option_names import with_options
+from tools.options import Option, add_storage_options, mapping, with_options
 from tools.progress import file_bytes, progress
-from tools.storage_options import Option, add_storage_options, mapping
 from tools.text import json_text, place, tell
 
 SUMMARY = "check every checksum, file and size; without the model's code"
@@ -80,7 +79,7 @@ def run(options: Options) -> int:
 
 
 def _verified(url: str, options: Options) -> Report:
-    from ckpt.verifying import verify
+    from ckpt.checking.verify import verify
 
     told = mapping(options.storage_options)
     with progress("verify", lambda: file_bytes(url, told)) as advance:

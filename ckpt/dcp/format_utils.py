@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.format_utils import (
     DynamicMetaLoadPlanner,
 )
 
-from ckpt.converting import convert
+from ckpt.converting.convert import convert
 
 __all__ = [
     "BroadcastingTorchSaveReader",

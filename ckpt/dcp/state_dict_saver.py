@@ -1,7 +1,8 @@
 """`save` and `async_save` by the names and arguments of torch.distributed.checkpoint.
 
 `ckpt.save` saves: it plans without collectives and commits atomically. With a user's planner,
-torch's function plans and our StorageWriter writes (`ckpt.dcp.arguments`).
+torch's function plans and our StorageWriter writes (`ckpt.dcp.arguments`). The future of a
+background save has the interface of concurrent.futures.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 from warnings import warn
 
 from torch.distributed.checkpoint import state_dict_saver as _torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
+from ckpt.background.save_handle import SaveHandle
 from ckpt.dcp.arguments import (
     check_coordinator,
     check_state,
@@ -28,10 +31,9 @@ from ckpt.dcp.arguments import (
     storage_of,
     taken,
 )
-from ckpt.dcp.described import metadata_of_state
-from ckpt.dcp.save_future import SaveFuture, translated_future
+from ckpt.dcp.storage_reader import metadata_of_state
 from ckpt.dcp.storage_writer import CkptStorageWriter, check_collectives
-from ckpt.dcp.torch_errors import translated_errors
+from ckpt.dcp.torch_errors import translated, translated_errors
 from ckpt.saving import save as _save
 
 if TYPE_CHECKING:
@@ -41,13 +43,7 @@ if TYPE_CHECKING:
         AsyncSaveResponse,
     )
 
-__all__ = [
-    "AsyncCheckpointerType",
-    "AsyncSaveResponse",
-    "async_save",
-    "save",
-    "save_state_dict",
-]
+__all__ = ["AsyncCheckpointerType", "AsyncSaveResponse", "async_save", "save", "save_state_dict"]
 
 State = Mapping[str, Any]
 _Begun = tuple[StorageWriter, dict[str, object] | None]
@@ -211,3 +207,57 @@ def _given(
 
 def __getattr__(name: str) -> object:
     return getattr(_torch, name)  # torch 2.6 lacks two names of `__all__`
+
+
+class SaveFuture(Future[Metadata]):
+    """A future that is done once the save is over. A caller that asks for it sees its error."""
+
+    def __init__(self, handle: SaveHandle, metadata: Metadata) -> None:
+        super().__init__()
+        self.handle = handle
+        self._metadata = metadata
+        self.set_running_or_notify_cancel()
+        handle.when_finished(self._end)
+
+    def result(self, timeout: float | None = None) -> Metadata:
+        """Returns the names, shapes and dtypes that were saved; raises the error of the save."""
+        try:
+            return super().result(timeout)
+        finally:
+            self._tell()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Returns the error of the save, or None."""
+        try:
+            return super().exception(timeout)
+        finally:
+            self._tell()
+
+    def _tell(self) -> None:
+        if self.done():
+            self.handle.untold()
+
+    def _end(self, error: Exception | None) -> None:
+        if error is None:
+            self.set_result(self._metadata)
+        else:
+            self.set_exception(error)
+
+
+def translated_future(found: Future[Any], group: ProcessGroup | None, no_dist: bool) -> Future[Any]:
+    """Returns a future that ends like another, with errors of this package."""
+    told: Future[Any] = Future()
+    told.set_running_or_notify_cancel()
+
+    def end(done: Future[Any]) -> None:
+        error = done.exception()
+        if isinstance(error, CheckpointException):
+            cause, error = error, translated(error, group, no_dist)
+            error.__cause__ = cause
+        if error is None:
+            told.set_result(done.result())
+        else:
+            told.set_exception(error)
+
+    found.add_done_callback(end)
+    return told

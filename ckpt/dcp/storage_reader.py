@@ -2,31 +2,43 @@
 
 DCP's planner lists boxes of tensors with their targets. This class finds the bytes of each box, and
 reads and verifies them in few large reads. Only the restricted reader of `formats` reads pickles.
+
+In DCP's Metadata, each tensor is one chunk, even if it lies in several files: a planner of DCP asks
+for a part of the chunk, and the reader finds the files.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
 from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ckpt.budget import memory_budget
-from ckpt.dcp.described import items_of, metadata_of
 from ckpt.errors import ArgumentError, StateError
 from ckpt.lazy import Checkpoint
 from ckpt.state.memory import empty_for, is_plain, torch_dtype, will_change
+from ckpt.state.saved import by_name
 from ckpt.state.typed_values import opened
 from ckpt.stores.store import Options
 from ckpt.transfer.record_sums import Verify, checked_verify
 from formats.catalog import Catalog, OpaqueValue, TensorRecord, TensorRef, Tree, map_tree
+from formats.dcp.nest import flattened
 from formats.pickles.tree import KeyPath
 from sharding.layout import Box
 
@@ -204,3 +216,48 @@ def _batches(wanted: Iterator[_Wanted], most_bytes: int) -> Iterator[list[_Wante
         nbytes += more
     if batch:
         yield batch
+
+
+Entry = TensorStorageMetadata | BytesStorageMetadata
+
+
+def items_of(catalog: Catalog) -> dict[str, tuple[KeyPath, Tree]]:
+    """Returns the key path and the node of each item, by its name in DCP.
+
+    Raises UnsupportedError for a state that is not a dict, StateError for two equal names.
+    """
+    return by_name(
+        (".".join(map(str, path)), (path, node)) for path, node in flattened(catalog.tree)
+    )
+
+
+def metadata_of(catalog: Catalog, items: Mapping[str, tuple[KeyPath, Tree]]) -> Metadata:
+    """Returns DCP's Metadata for a checkpoint of any format."""
+
+    def entry(node: Tree) -> Entry:
+        if not isinstance(node, TensorRef):
+            return BytesStorageMetadata()
+        record = catalog.tensors[node.name]
+        return _tensor(record.shape, torch_dtype(record.dtype.torch_name))
+
+    entries: dict[str, Entry] = {name: entry(node) for name, (_, node) in items.items()}
+    return Metadata(entries, {name: path for name, (path, _) in items.items()})
+
+
+def metadata_of_state(state: Mapping[str, object]) -> Metadata:
+    """Returns DCP's Metadata for a state, by this rank's names. Does not communicate."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(state))
+    entries: dict[str, Entry] = {
+        name: _tensor(leaf.shape, leaf.dtype)
+        if isinstance(leaf, torch.Tensor)
+        else BytesStorageMetadata()
+        for name, leaf in planner.state_dict.items()
+    }
+    return Metadata(entries, dict(planner.mappings))
+
+
+def _tensor(shape: Iterable[int], dtype: torch.dtype) -> TensorStorageMetadata:
+    size = torch.Size(shape)
+    whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    return TensorStorageMetadata(TensorProperties(dtype), size, [whole])

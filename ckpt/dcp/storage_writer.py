@@ -6,10 +6,18 @@ writes the manifest when all ranks have written.
 Rules:
 
 1. The manifest is the commit point. Until then an earlier checkpoint at the place stays whole.
-2. Values are stored as values, never as pickles. A value that cannot be stored is a StateError.
+2. Values are stored as values, never as pickles. A value that cannot be stored is a StateError. If
+   a planner returns bytes, torch's restricted unpickler reads them: they run no code, although they
+   come from this process.
 3. A file has at most one part of a tensor. A rank's second part goes into a second file.
 4. Every rank draws a random number for its files, because a planner may reuse a plan for later
    saves.
+5. `resolve_data` may take memory. A planner whose `resolve_data` may do more than look a tensor up
+   is therefore called when the tensor is written, and not before.
+6. DCP lists a box for each part of a tensor, and the native format has symbolic layouts. Parts have
+   a layout if they form a grid and torch.chunk's rule, applied once or repeatedly, cuts each
+   dimension. All parts of DTensors and of FSDP's sharded tensors do. Parts of other sizes are an
+   error with the tensor's name.
 """
 
 from __future__ import annotations
@@ -17,31 +25,39 @@ from __future__ import annotations
 import os
 import secrets
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from io import BytesIO
+from itertools import pairwise, product
 from math import prod
-from typing import Any
+from typing import Any, TypeGuard
 from uuid import uuid4
 
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckpt.dcp.chunk_layouts import layout_of
-from ckpt.dcp.outgoing_items import OutgoingPart, outgoing_item
 from ckpt.errors import ArgumentError, StateError
 from ckpt.save_protocol import check_place, writer_of
+from ckpt.state.flatten import flatten
+from ckpt.state.tensor_kinds import awaited, kind_problem, memory_problem
 from ckpt.stores.store import Options, open_store
 from ckpt.transfer.commit import commit, now
+from ckpt.transfer.write import outgoing_whole
 from formats.catalog import TensorRef, Tree
 from formats.dcp.nest import key_path, nested
 from formats.dtypes import DType, dtype_of_torch
+from formats.errors import UnsupportedError
 from formats.native.manifest import Manifest, ShardFile, StoredTensor
 from formats.native.shard_writer import write_shard
+from formats.outgoing import OutgoingTensor
 from formats.pickles.tree import KeyPath
-from sharding.layout import Box
+from sharding.layout import Box, Layout, Mesh, Shape, Shard
+from sharding.layout.segments import chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,3 +269,153 @@ def check_collectives(use_collectives: bool) -> None:
             "rank reads: leave it out (ckpt.dcp.save uses no collectives in any case), or pass "
             "no_dist=True with another checkpoint_id for each rank"
         )
+
+
+_ALONE = Mesh.grid(("world",), (1,))
+
+
+@dataclass(frozen=True, slots=True)
+class OutgoingPart:
+    """A box of a tensor on its way to a file."""
+
+    tensor: OutgoingTensor
+    """The elements, under the whole tensor's name."""
+    shape: tuple[int, ...]
+    """The shape of the whole tensor."""
+    box: Box
+
+
+def outgoing_item(item: WriteItem, planner: SavePlanner) -> tuple[Tree, list[OutgoingPart]]:
+    """Returns the value of an item, with a reference for each tensor in it, and these tensors.
+
+    The value is None if the item is a tensor or a part of one. Raises StateError for a value that
+    cannot be stored, UnsupportedError for a dtype that cannot.
+    """
+    if item.type == WriteItemType.BYTE_IO:
+        return _value(item, planner)
+    data, name = item.tensor_data, item.index.fqn
+    assert data is not None  # DCP defines it for every item that is not a value
+    lo, shape = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+    box = Box(lo, tuple(start + size for start, size in zip(lo, shape, strict=True)))
+    dtype = dtype_of_torch(str(data.properties.dtype), name)
+
+    def part() -> OutgoingTensor:
+        found = planner.resolve_data(item)
+        if not isinstance(found, torch.Tensor) or tuple(found.shape) != shape:
+            what = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+            raise StateError(f"{name}: the plan has a part {box}, and resolve_data gives {what}")
+        local = awaited(found).detach()
+        if (problem := kind_problem(local) or memory_problem(local)) is not None:
+            raise StateError(f"{name}: {problem}")
+        return outgoing_whole(name, dtype, local.to(data.properties.dtype))
+
+    def blocks() -> Iterator[memoryview]:
+        yield from part().blocks()
+
+    lazy = OutgoingTensor(name, shape, dtype, blocks)
+    tensor = part() if _only_looks_up(planner) and box.numel else lazy
+    return None, [OutgoingPart(tensor, tuple(data.size), box)]
+
+
+def _value(item: WriteItem, planner: SavePlanner) -> tuple[Tree, list[OutgoingPart]]:
+    name = item.index.fqn
+    if _only_looks_up(planner):
+        value = planner.lookup_object(item.index)
+    else:
+        value = _unpickled(name, planner.resolve_data(item))
+    flat = flatten({name: value}, _ALONE)
+    assert isinstance(flat.tree, dict)
+    parts = []
+    for leaf in flat.leaves.values():
+        shape = tuple(leaf.local.shape)
+        outgoing = outgoing_whole(leaf.name, leaf.dtype, leaf.local)
+        parts.append(OutgoingPart(outgoing, shape, Box.whole(shape)))
+    return flat.tree[name], parts
+
+
+def _unpickled(name: str, data: object) -> object:
+    if not isinstance(data, BytesIO):
+        raise StateError(f"{name}: resolve_data gives a {type(data).__name__}, not a BytesIO")
+    data.seek(0)
+    try:
+        return torch.load(data, weights_only=True)
+    except Exception as error:
+        raise StateError(
+            f"{name}: the planner's bytes hold no plain value, and no pickle is stored: give the "
+            f"value as numbers, texts, lists, dicts and tensors ({error})"
+        ) from error
+
+
+def _only_looks_up(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
+    """Whether a planner only looks tensors up to resolve them, like DCP's own planner."""
+    if not isinstance(planner, DefaultSavePlanner):
+        return False
+    kind, default = type(planner), DefaultSavePlanner
+    return (
+        kind.resolve_data is default.resolve_data
+        and kind.transform_object is default.transform_object
+    )
+
+
+def layout_of(name: str, shape: Shape, ranks: Mapping[Box, int]) -> Layout:
+    """Returns the layout in which each of these non-empty boxes lies at its rank.
+
+    Raises UnsupportedError, with the tensor's name, if no layout has these boxes.
+
+    >>> boxes = {Box((0, 0), (3, 2)): 1, Box((3, 0), (5, 2)): 0}
+    >>> layout = layout_of("w", (5, 2), boxes)
+    >>> str(layout), layout.holders(Box((4, 0), (5, 1)))
+    ('cut0.0:2=S(0)', (0,))
+    """
+    if not prod(shape):
+        return Layout.single(shape)
+    cuts = [sorted({(box.lo[d], box.hi[d]) for box in ranks}) for d in range(len(shape))]
+    grid = [
+        Box(tuple(lo for lo, _ in cell), tuple(hi for _, hi in cell)) for cell in product(*cuts)
+    ]
+    sizes = [_axes(cut, size) for cut, size in zip(cuts, shape, strict=True)]
+    if len(grid) != len(ranks) or any(box not in ranks for box in grid) or None in sizes:
+        raise UnsupportedError(
+            f"{name}: it is divided into {len(ranks)} parts ({', '.join(map(str, [*ranks][:3]))}, "
+            "...) that are not those of torch.chunk, and no layout describes them; cut it so, or "
+            "give it as a DTensor"
+        )
+    axes = [(d, i, n) for d, found in enumerate(sizes) for i, n in enumerate(found or ())]
+    names = [f"cut{d}.{i}" for d, i, _ in axes]
+    mesh = Mesh.of_ranks(names, [n for *_, n in axes], [ranks[box] for box in grid])
+    return Layout(shape, mesh, tuple(Shard(d) for d, *_ in axes))
+
+
+def _axes(cut: Sequence[tuple[int, int]], size: int) -> tuple[int, ...] | None:
+    """Returns the sizes of mesh axes that make this cut, the outermost first; None without any."""
+    if cut[0][0] != 0 or cut[-1][1] != size or any(a[1] != b[0] for a, b in pairwise(cut)):
+        return None
+    return _nested(tuple(hi - lo for lo, hi in cut))
+
+
+def _nested(lengths: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Returns the numbers of nested chunks that give these lengths; None if none do.
+
+    >>> _nested((3, 3, 3, 1)), _nested((3, 2, 3, 2)), _nested((1, 3))
+    ((4,), (2, 2), None)
+    """
+    count = len(lengths)
+    if count == 1:
+        return ()
+    if lengths == _chunks(sum(lengths), count):
+        return (count,)
+    for outer in range(2, count // 2 + 1):
+        step = count // outer
+        groups = [lengths[at : at + step] for at in range(0, count, step)]
+        if tuple(map(sum, groups)) != _chunks(sum(lengths), outer):
+            continue
+        inner = {_nested(group) for group in groups}
+        [found] = inner if len(inner) == 1 else [None]
+        if found is not None:
+            return (outer, *found)
+    return None
+
+
+def _chunks(size: int, count: int) -> tuple[int, ...]:
+    """Returns the lengths of torch.chunk's chunks."""
+    return tuple(hi - lo for lo, hi in (chunk(size, count, i) for i in range(count)))

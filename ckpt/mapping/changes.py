@@ -26,19 +26,18 @@ from typing import Literal, TypeGuard
 from ckpt.arguments import check_word
 from ckpt.mapping.apply import Mapped, mapped
 from ckpt.mapping.known import known_mapping
-from ckpt.mapping.parse import read_mapping_file
-from ckpt.mapping.rules import Rule, TensorMapping
-from ckpt.match.selection import Selection, map_selected, selected
-from ckpt.model_files import (
+from ckpt.mapping.model_files import (
     ModelFiles,
     config_in,
     model_files_in,
     read_config,
     read_model_files,
 )
+from ckpt.mapping.rules import Rule, TensorMapping, read_mapping_file
+from ckpt.mapping.structure import names_of
+from ckpt.match.selection import Selection, map_selected, selected
 from ckpt.sources import Source
 from ckpt.state.saved import Missing, Saved, holds_tensor, nodes_in
-from ckpt.structure import names_of
 from formats.catalog import Catalog, Key, TensorRef, Tree, join
 from formats.errors import UnsupportedError
 from sharding.errors import ArgumentError
@@ -137,7 +136,7 @@ class Changes:
         return tuple({**_configured(mapping, config), **given} for mapping in self.mappings)
 
     def model_files(self, source: Source) -> ModelFiles:
-        """Returns the configuration and tokenizer for a new folder (`ckpt.model_files`)."""
+        """Returns the configuration and tokenizer for a new folder (`ckpt.mapping.model_files`)."""
         if self.config is not None:
             return read_model_files(self.config)
         return (

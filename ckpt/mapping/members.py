@@ -12,14 +12,19 @@ from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise, product
 from math import prod
 
-from ckpt.mapping.rearrange import PARTS, Dims, axes_of, expanded, sizes_of, with_rank
 from ckpt.mapping.rules import (
+    PARTS,
+    Dims,
     Rule,
+    axes_of,
+    expanded,
     name_axes,
     name_with,
     names_matching,
     parameters_in,
+    sizes_of,
     value_of,
+    with_rank,
 )
 from ckpt.mapping.views import (
     Dropped,
@@ -57,7 +62,7 @@ class Member:
 def member_of(rule: Rule, name: str) -> Member | None:
     """Returns the place of a name among the sources of a rule with a rearrangement; None if none.
 
-    >>> from ckpt.mapping.rearrange import Rearrange
+    >>> from ckpt.mapping.rules import Rearrange
     >>> rule = Rule(("w.*", "v.*"), ("x.*",), Rearrange.parse("* i -> * i", "rule"))
     >>> member_of(rule, "v.3")
     Member(part=1, texts=('3',), indices=())

@@ -1,21 +1,52 @@
-"""The rules of a mapping as values, and their inverse.
+"""The rules of a mapping as values, their inverse, and the files that they are read from.
 
 A rule says that the tensors of some names, on the left, are the tensors of other names, on the
 right. A rule without a rearrangement renames, with the words of `ckpt.state.patterns`. In a rule
-with one, names have `*` and `?` too, and axes in braces (`ckpt.mapping.rearrange`).
+with one, names have `*` and `?` too, and axes in braces. The notation of a rearrangement is that of
+einops, `(heads two half) ... -> (heads half two) ...`:
+
+1. A dimension is an axis, or axes in parentheses, the last the fastest. `...` stands for all other
+   dimensions. Both sides have the same axes, each once.
+2. Names of tensors may have axes in braces: `experts.{expert}.w1` stands for the tensors 0, 1, 2 …
+   along the axis `expert`, which its side of the arrow therefore does not have.
+3. `*` is the axis along which the names of a list lie: `* ... -> * ...` is `torch.cat`, and
+   `(groups *) ... -> (groups *) ...` takes rows of each tensor in turn.
+
+A mapping file is TOML, or JSON with the same keys:
+
+    strict = true
+    exclude = ["*.rotary_emb.inv_freq"]
+    tied = { "lm_head.weight" = "model.embed_tokens.weight" }
+
+    [parameters]
+    heads = "num_attention_heads"
+
+    [[rule]]
+    from = "model.layers.*.self_attn.q_proj.weight"
+    to = "layers.*.attention.wq.weight"
+    rearrange = "(heads two half) ... -> (heads half two) ..."
+    sizes = { two = 2 }
+
+docs/converting.md has every key. Unknown keys are errors.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import prod
+from pathlib import Path
 
-from ckpt.mapping.rearrange import PARTS, Rearrange, axes_of, check_axes
 from ckpt.state.patterns import check_rename, is_expression
 from formats.catalog import join
+from formats.errors import FormatError
+from formats.strict_json import decode_object
 from sharding.errors import ArgumentError
+from sharding.layout import Shape
 
 __all__ = ["TensorMapping"]
 
@@ -120,7 +151,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class TensorMapping:
-    """The rules for all tensors of a checkpoint: `ckpt.mapping.parse` reads them from a file."""
+    """The rules for all tensors of a checkpoint: `ckpt.mapping.rules` reads them from a file."""
 
     name: str
     """The name of the mapping for errors and reports."""
@@ -238,3 +269,292 @@ def name_with(name: str, texts: tuple[str, ...], indices: Mapping[str, int]) -> 
         lambda found: str(indices[found[1]]) if found[1] else next(left),
         name,
     )
+
+
+ELLIPSIS = "..."
+PARTS = "*"
+"""The axis along which the names of a list lie."""
+
+Dims = tuple[tuple[str, ...], ...]
+"""The axes of each dimension."""
+
+_TOKEN = re.compile(r"\s*(\.\.\.|\*|\(|\)|[A-Za-z_][A-Za-z_0-9]*|\S)")
+_WORD = re.compile(r"\*|[A-Za-z_][A-Za-z_0-9]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Rearrange:
+    """The dimensions of the tensors on both sides of the arrow."""
+
+    left: Dims
+    right: Dims
+
+    @classmethod
+    def parse(cls, text: str, where: str) -> Rearrange:
+        """Returns the rearrangement that a text describes.
+
+        Raises:
+            ArgumentError: the text breaks rule 1, apart from axes in names. `where` names the rule.
+
+        >>> Rearrange.parse("(heads two) i -> two heads i", "rule 1").right
+        (('two',), ('heads',), ('i',))
+        """
+        sides = text.split("->")
+        if len(sides) != 2:
+            raise ArgumentError(f"{where}: {text!r} is no rearrangement: write one `->`")
+        left, right = (_dims(side, f"{where}: {text!r}") for side in sides)
+        if ((ELLIPSIS,) in left) != ((ELLIPSIS,) in right):
+            raise ArgumentError(f"{where}: {text!r} has `...` on one side of the arrow only")
+        return cls(left, right)
+
+    @property
+    def inverse(self) -> Rearrange:
+        """The rearrangement from the right to the left."""
+        return Rearrange(self.right, self.left)
+
+    def __str__(self) -> str:
+        return f"{_text(self.left)} -> {_text(self.right)}"
+
+
+def _dims(text: str, where: str) -> Dims:
+    found: list[tuple[str, ...]] = []
+    group: list[str] | None = None
+    for token in _TOKEN.findall(text):
+        if token == "(" and group is None:
+            group = []
+        elif token == ")" and group:
+            found.append(tuple(group))
+            group = None
+        elif token == ELLIPSIS and group is None:
+            found.append((ELLIPSIS,))
+        elif _WORD.fullmatch(token):
+            if group is None:
+                found.append((token,))
+            else:
+                group.append(token)
+        else:
+            raise ArgumentError(f"{where} is no rearrangement: {token!r} has no meaning there")
+    if group is not None:
+        raise ArgumentError(f"{where} is no rearrangement: a parenthesis is not closed")
+    flat = [axis for dim in found for axis in dim]
+    twice = next((axis for axis in flat if flat.count(axis) > 1), None)
+    if twice is not None:
+        raise ArgumentError(f"{where} has the axis {twice} twice on one side")
+    return tuple(found)
+
+
+def axes_of(dims: Dims) -> tuple[str, ...]:
+    """Returns all axes in order, without `...`."""
+    return tuple(axis for dim in dims for axis in dim if axis != ELLIPSIS)
+
+
+def with_rank(dims: Dims, rank: int, where: str) -> Dims:
+    """Returns the dimensions of a tensor of this rank, with axes in the place of `...`.
+
+    Raises:
+        ArgumentError: no tensor of this rank has these dimensions.
+
+    >>> with_rank((("a",), ("...",)), 3, "w")
+    (('a',), ('...0',), ('...1',))
+    """
+    extra = rank - sum(dim != (ELLIPSIS,) for dim in dims)
+    if extra < 0 or (extra and (ELLIPSIS,) not in dims):
+        raise ArgumentError(f"{where} has {rank} dimensions, the rule has `{_text(dims)}`")
+    return expanded(dims, extra)
+
+
+def expanded(dims: Dims, extra: int) -> Dims:
+    """Returns the dimensions with so many axes in the place of `...`."""
+
+    def each() -> Iterator[tuple[str, ...]]:
+        for dim in dims:
+            if dim == (ELLIPSIS,):
+                yield from ((f"{ELLIPSIS}{number}",) for number in range(extra))
+            else:
+                yield dim
+
+    return tuple(each())
+
+
+def sizes_of(dims: Dims, shape: Shape, known: Mapping[str, int], where: str) -> dict[str, int]:
+    """Returns the size of each axis of a tensor of this shape.
+
+    Raises:
+        ArgumentError: a known size does not divide its dimension, or two sizes are unknown.
+
+    >>> sizes_of((("heads", "half"), ("i",)), (8, 3), {"heads": 2}, "w")
+    {'heads': 2, 'half': 4, 'i': 3}
+    """
+    found: dict[str, int] = {}
+    for dim, size in zip(dims, shape, strict=True):
+        unknown = [axis for axis in dim if axis not in known]
+        if len(unknown) > 1:
+            raise ArgumentError(
+                f"{where}: a dimension of {size} is ({' '.join(dim)}), and the sizes of "
+                f"{' and '.join(unknown)} are unknown; give all but one: with "
+                f"parameters={{'{unknown[0]}': NUMBER}}, by a config.json beside the "
+                "checkpoint, or in `sizes` of the rule"
+            )
+        others = prod(known[axis] for axis in dim if axis in known)
+        rest = size // others if others and unknown else 1
+        if others * rest != size:
+            given = ", ".join(f"{axis} = {known[axis]}" for axis in dim if axis in known)
+            raise ArgumentError(
+                f"{where}: a dimension of {size} of shape {list(shape)} is not ({' '.join(dim)}) "
+                f"with {given}"
+            )
+        found.update({axis: known.get(axis, rest) for axis in dim})
+    return found
+
+
+def check_axes(
+    rearrange: Rearrange, left: Collection[str], right: Collection[str], where: str
+) -> None:
+    """Raises ArgumentError unless both sides have the same axes, with those in the names."""
+    sides = (rearrange.left, left, "left"), (rearrange.right, right, "right")
+    for dims, named, side in sides:
+        both = next((axis for axis in axes_of(dims) if axis in named), None)
+        if both is not None:
+            raise ArgumentError(f"{where}: {{{both}}} is in a name of the {side} and in its shape")
+    here, there = ({*axes_of(dims), *named} for dims, named, _ in sides)
+    lone = sorted(here ^ there)
+    if lone:
+        raise ArgumentError(
+            f"{where}: `{rearrange}` has {', '.join(lone)} on one side only: both sides have the "
+            "same axes, in the shapes or in braces in the names"
+        )
+
+
+def _text(dims: Dims) -> str:
+    return " ".join(dim[0] if len(dim) == 1 else f"({' '.join(dim)})" for dim in dims)
+
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_KEYS = ("about", "strict", "exclude", "tied", "parameters", "rule")
+_RULE_KEYS = ("from", "to", "rearrange", "sizes", "parts", "optional")
+
+
+def read_mapping_file(path: str | os.PathLike[str]) -> TensorMapping:
+    """Returns the mapping in a file.
+
+    Raises:
+        ArgumentError: no file is there, or its text is no mapping. The message names the rule.
+    """
+    place = Path(path)
+    try:
+        text = place.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"{place}: no mapping file: {error}") from error
+    return parse_mapping(text, str(place), is_json=place.suffix == ".json")
+
+
+def parse_mapping(text: str, name: str, is_json: bool = False) -> TensorMapping:
+    """Returns the mapping in a text. Raises ArgumentError as `read_mapping_file` does."""
+    try:
+        found = decode_object(text, name) if is_json else tomllib.loads(text)
+    except (FormatError, tomllib.TOMLDecodeError) as error:
+        raise ArgumentError(f"{name}: {error}") from error
+    top = _Table(found, name, _KEYS)
+    rules = top.tables("rule")
+    if not rules:
+        raise ArgumentError(f"{name}: a mapping has at least one [[rule]]")
+    parameters, tied = top.table("parameters"), top.table("tied")
+    return TensorMapping(
+        name,
+        tuple(_rule(rule, f"{name}: rule {number}") for number, rule in enumerate(rules, 1)),
+        top.texts("exclude"),
+        top.flag("strict"),
+        {key: _Table(tied, f"{name}: tied", ()).text(key) for key in tied},
+        {key: _Table(parameters, f"{name}: parameters", ()).texts(key) for key in parameters},
+    )
+
+
+def _rule(found: Mapping[str, object], where: str) -> Rule:
+    table = _Table(found, where, _RULE_KEYS)
+    for key in ("from", "to"):
+        if key not in found:
+            raise ArgumentError(f"{where}: `{key}` is missing")
+    pattern = table.text("rearrange") if "rearrange" in found else ""
+    return Rule(
+        table.texts("from"),
+        table.texts("to"),
+        Rearrange.parse(pattern, where) if pattern else None,
+        {key: _size(size, f"{where}: sizes") for key, size in table.table("sizes").items()},
+        tuple(_size(size, f"{where}: parts") for size in table.items("parts")),
+        table.flag("optional"),
+        where,
+    )
+
+
+class _Table:
+    """The values of a table, checked."""
+
+    def __init__(self, found: Mapping[str, object], where: str, keys: tuple[str, ...]) -> None:
+        self._found = found
+        self._where = where
+        unknown = sorted(set(found) - set(keys)) if keys else []
+        if unknown:
+            raise ArgumentError(
+                f"{where}: {', '.join(unknown)}: unknown; the keys are {', '.join(keys)}"
+            )
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """Returns one text or a list of them."""
+        value = self._found.get(key, [])
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+            raise self._wrong(key, "a text or a list of texts")
+        if key in self._found and not items:
+            raise self._wrong(key, "at least one text")
+        return tuple(items)
+
+    def text(self, key: str) -> str:
+        """Returns one text."""
+        value = self._found.get(key)
+        if not isinstance(value, str):
+            raise self._wrong(key, "a text")
+        return value
+
+    def flag(self, key: str) -> bool:
+        """Returns a truth value; False if the key is missing."""
+        value = self._found.get(key, False)
+        if not isinstance(value, bool):
+            raise self._wrong(key, "true or false")
+        return value
+
+    def items(self, key: str) -> list[object]:
+        """Returns a list."""
+        value = self._found.get(key, [])
+        if not isinstance(value, list):
+            raise self._wrong(key, "a list")
+        return value
+
+    def table(self, key: str) -> Mapping[str, object]:
+        """Returns a table."""
+        value = self._found.get(key, {})
+        if not isinstance(value, dict):
+            raise self._wrong(key, "a table")
+        return value
+
+    def tables(self, key: str) -> list[Mapping[str, object]]:
+        """Returns a list of tables."""
+        tables: list[Mapping[str, object]] = []
+        for item in self.items(key):
+            if not isinstance(item, dict):
+                raise self._wrong(key, "a list of tables: [[rule]]")
+            tables.append(item)
+        return tables
+
+    def _wrong(self, key: str, wanted: str) -> ArgumentError:
+        value = self._found.get(key)
+        return ArgumentError(f"{self._where}: `{key}` is {value!r:.80}; it is {wanted}")
+
+
+def _size(value: object, where: str) -> Size:
+    if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise ArgumentError(f"{where}: {value!r:.80} is no number and no text such as 'heads / 2'")

@@ -13,10 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import ckpt
-from ckpt.converting import ConvertReport, convert
+from ckpt.converting.convert import ConvertReport, convert
+from ckpt.converting.target_formats import Format, format_of
 from ckpt.errors import ArgumentError, ExistsError, NotACheckpointError
 from ckpt.stores.local_store import LocalStore
-from ckpt.target_formats import Format, format_of
 from formats.catalog import TensorRef
 from formats.dtypes import BY_NAME, DTYPES
 from formats.errors import CorruptError, UnsupportedError

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt
-from ckpt import converting
+from ckpt.converting import convert as converting
 from ckpt.errors import CorruptError, ExistsError, UnsupportedError
 from sharding.errors import ArgumentError
 

@@ -27,8 +27,8 @@ from torch.optim import AdamW
 
 import ckpt
 import sharding
-from ckpt.converting import convert
-from ckpt.kind_layouts import layout_of, run_of
+from ckpt.converting.convert import convert
+from ckpt.converting.layouts import layout_of, run_of
 from ckpt.stores.local_store import LocalStore
 from ckpt.transfer import copy_files
 from formats.dtypes import DTYPES

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.converting.resuming import Journal
 from ckpt.errors import ExistsError
-from ckpt.resuming import Journal
 from sharding.errors import ArgumentError
 
 MOST = 4 * 64 * 4

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.converting import convert
+from ckpt.converting.convert import convert
 from ckpt.errors import ExistsError, InUseError
 from ckpt.stores.local_store import LocalStore
 from ckpt.transfer import commit

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckpt.converting import convert
-from ckpt.diffing import diff
+from ckpt.checking.diff import diff
+from ckpt.converting.convert import convert
 from ckpt.errors import NotACheckpointError, StateError
 from ckpt.saving import save
 from formats.errors import CorruptError
@@ -181,7 +181,7 @@ def test_tensors_of_any_shape_are_compared(pair, shape):
 
 @pytest.mark.parametrize("block_bytes", [4, 12, 100, 1000])
 def test_large_tensors_are_compared_block_by_block(pair, monkeypatch, block_bytes):
-    monkeypatch.setattr(import_module("ckpt.diffing"), "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(import_module("ckpt.checking.diff"), "BLOCK_BYTES", block_bytes)
     a = torch.arange(5 * 6 * 7, dtype=torch.float32).reshape(5, 6, 7)
     b = a.clone()
     b[2, 3, 4] += 1

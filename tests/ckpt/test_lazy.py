@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import ckpt
-from ckpt.converting import convert
+from ckpt.converting.convert import convert
 from ckpt.errors import CkptError, NotACheckpointError
 from ckpt.lazy import Checkpoint
 from formats.catalog import TensorRef

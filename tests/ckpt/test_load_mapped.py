@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
-from ckpt.mapping.parse import parse_mapping
+from ckpt.mapping.rules import parse_mapping
 from sharding.errors import ArgumentError
 
 TRAINER = Path(__file__).parents[1] / "data" / "trainer" / "checkpoint-2"

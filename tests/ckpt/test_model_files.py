@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpt
 from ckpt.errors import NotACheckpointError
-from ckpt.model_files import LARGE_BYTES
+from ckpt.mapping.model_files import LARGE_BYTES
 from formats.errors import HostileError, UnsupportedError
 from formats.limits import limits
 from sharding.errors import ArgumentError

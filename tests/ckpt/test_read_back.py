@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.converting.native_target import outgoing
+from ckpt.converting.read_back import check_written
 from ckpt.mapping.casts import NO_CASTS
-from ckpt.outgoing import outgoing
-from ckpt.read_back import check_written
 from ckpt.sources import open_source
 from formats.errors import CorruptError
 

@@ -19,8 +19,8 @@ import torch
 import ckpt
 from ckpt import arguments
 from ckpt.background.save_handle import SaveHandle
+from ckpt.converting.target_formats import Format
 from ckpt.match.casting import Casting
-from ckpt.target_formats import Format
 from sharding.kind import Kind
 
 ROOT = Path(ckpt.__file__).parent.parent

@@ -6,12 +6,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckpt import verify_native
-from ckpt.converting import convert
+from ckpt.checking import verify_native
+from ckpt.checking.verify import verify
+from ckpt.converting.convert import convert
 from ckpt.errors import NotACheckpointError
 from ckpt.saving import save
 from ckpt.stores.local_store import LocalStore
-from ckpt.verifying import verify
 from formats.catalog import TensorRef
 from formats.dtypes import BY_NAME
 from formats.errors import UnsupportedError

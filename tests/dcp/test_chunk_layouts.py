@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.dcp.chunk_layouts import layout_of
+from ckpt.dcp.storage_writer import layout_of
 from ckpt.errors import UnsupportedError
 from sharding.layout import Box, Layout, Mesh, Shard
 

@@ -29,8 +29,8 @@ LATE = (
         "formats.safetensors.huggingface",
         "formats.native.reader",
     ),
-    *("formats.native.codec", "formats.native.manifest", "ckpt.verify_native"),
-    *("ckpt.verify_zip", "ckpt.verifying"),
+    *("formats.native.codec", "formats.native.manifest", "ckpt.checking.verify_native"),
+    *("ckpt.checking.verify_zip", "ckpt.checking.verify"),
 )
 """What is imported when it is first needed, and has to be instrumented."""
 

@@ -14,9 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.mapping.apply import Mapped, mapped
-from ckpt.mapping.parse import parse_mapping
-from ckpt.mapping.rearrange import Dims, Rearrange
-from ckpt.mapping.rules import Rule, TensorMapping
+from ckpt.mapping.rules import Dims, Rearrange, Rule, TensorMapping, parse_mapping
 from formats.catalog import Catalog, TensorRef, Tree
 from formats.dtypes import BY_NAME
 from sharding.errors import ArgumentError

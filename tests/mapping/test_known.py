@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpt
 from ckpt.mapping.known import known_mapping, known_names
-from ckpt.mapping.parse import parse_mapping
-from ckpt.mapping.rules import Rule, TensorMapping
+from ckpt.mapping.rules import Rule, TensorMapping, parse_mapping
 from sharding.errors import ArgumentError
 
 TORCHTITAN = Path(__file__).parents[1] / "data" / "torchtitan"

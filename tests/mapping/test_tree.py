@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt.mapping.tree import renamed_tree
+from ckpt.mapping.apply import renamed_tree
 from ckpt.state.patterns import renamer
 from ckpt.state.saved import leaves
 from formats.catalog import TensorRef, Tree

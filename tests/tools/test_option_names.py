@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import ckpt
 from tools.main import parser
-from tools.option_names import with_options
+from tools.options import with_options
 
 ROOT = Path(__file__).parents[2]
 OPTION = re.compile(r"--(?!ckpt-format)[a-z]")  # this one is an option of Megatron

@@ -24,7 +24,7 @@ from sharding.layout import FlatShard, Layout, Mesh, Only, Placement, Replicate,
 from sharding.url_secrets import without_secrets
 
 if TYPE_CHECKING:
-    from ckpt.diffing import Comparison
+    from ckpt.checking.diff import Comparison
 
 MOST_PIECES = 200_000
 """The most pieces that a page lists for formats without layouts; the page names the others."""

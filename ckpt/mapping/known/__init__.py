@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from ckpt.mapping.parse import parse_mapping
-from ckpt.mapping.rules import TensorMapping
+from ckpt.mapping.rules import TensorMapping, parse_mapping
 from sharding.errors import ArgumentError
 
 

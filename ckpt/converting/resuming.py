@@ -24,8 +24,8 @@ from typing import IO
 
 import xxhash
 
+from ckpt.converting.targets import remove
 from ckpt.errors import ExistsError
-from ckpt.placing import remove
 from ckpt.sources import Source
 from ckpt.stores.request_errors import explained_on_disk
 from formats.outgoing import FilePlan, Late, OutgoingTensor

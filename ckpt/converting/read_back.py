@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ckpt.elements import Tolerance, same_value
-from ckpt.outgoing import StoredState
+from ckpt.checking.elements import Tolerance, same_value
+from ckpt.converting.native_target import StoredState
 from ckpt.transfer.copy_streams import streamed
 from formats.catalog import TensorRef, Tree, named_leaves
 from formats.errors import CorruptError

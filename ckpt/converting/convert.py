@@ -2,14 +2,15 @@
 
 Rules:
 
-1. A file or checkpoint at the target is an error unless `overwrite` (`ckpt.targets`), also if it
-   appears during the conversion. The new checkpoint appears as a whole, and the old one stays until
-   then (`ckpt.placing`).
+1. A file or checkpoint at the target is an error unless `overwrite` (`ckpt.converting.targets`),
+   also if it appears during the conversion. The new checkpoint appears as a whole, and the old one
+   stays until then (`ckpt.converting.targets`).
 2. A conversion holds a few blocks in memory, whatever the size of a tensor or the model. The files
    of each format are planned (`formats.outgoing`), and copied by several threads
    (`ckpt.transfer.copy_files`) or ranks (`ckpt.transfer.copy_shares`).
 3. A result with fewer weights than the source, or another dtype of one, is an error that names
-   each, before a byte is written, unless the caller chose so or allows it (`ckpt.losses`).
+   each, before a byte is written, unless the caller chose so or allows it
+   (`ckpt.converting.target_formats`).
 4. A kind of state dict and a number of ranks divide a native checkpoint (`kind_layouts`) into the
    files that such ranks would write.
 """
@@ -23,31 +24,38 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ckpt.arguments import DtypeName, FormatName, KindName
-from ckpt.conversion_plan import ConversionPlan, conversion_plan
-from ckpt.kind_layouts import by_size, checked_kind, of_kind
-from ckpt.losses import check_names, check_nothing_is_lost, losses
-from ckpt.mapping.apply import Mapped
-from ckpt.mapping.casts import Casts
-from ckpt.mapping.changes import Changes, MappingName, Part, place_of_model, place_of_module
-from ckpt.model_files import ModelFiles, base_name_of, config_of, plans_of
-from ckpt.native_targets import write_native
-from ckpt.outgoing import StoredState, outgoing
-from ckpt.placing import file_writer, folder_writer, kept_folder
-from ckpt.read_back import check_written
-from ckpt.resuming import Journal, identity_of
-from ckpt.sources import Source, open_source
-from ckpt.stores.request_errors import explained_on_disk
-from ckpt.stores.store import Options, local_path, open_store, split_url
-from ckpt.target_formats import (
+from ckpt.converting.layouts import by_size, checked_kind, of_kind
+from ckpt.converting.native_target import StoredState, outgoing, write_native
+from ckpt.converting.plan import ConversionPlan, conversion_plan
+from ckpt.converting.read_back import check_written
+from ckpt.converting.resuming import Journal, identity_of
+from ckpt.converting.target_formats import (
     Format,
     became_text,
     check_any_is_left,
     check_can_hold,
+    check_names,
+    check_nothing_is_lost,
     check_values,
     format_of,
     left_out,
+    losses,
 )
-from ckpt.targets import check_file, check_folder, check_native
+from ckpt.converting.targets import (
+    check_file,
+    check_folder,
+    check_native,
+    file_writer,
+    folder_writer,
+    kept_folder,
+)
+from ckpt.mapping.apply import Mapped
+from ckpt.mapping.casts import Casts
+from ckpt.mapping.changes import Changes, MappingName, Part, place_of_model, place_of_module
+from ckpt.mapping.model_files import ModelFiles, base_name_of, config_of, plans_of
+from ckpt.sources import Source, open_source
+from ckpt.stores.request_errors import explained_on_disk
+from ckpt.stores.store import Options, local_path, open_store, split_url
 from ckpt.transfer.copy_shares import called_together, write_plans
 from ckpt.transfer.copy_streams import memory_bytes_of
 from formats import dcp, gguf, npz, torch_save

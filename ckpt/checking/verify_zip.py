@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
 
-from ckpt.report import Findings, Problem
+from ckpt.checking.report import Findings, Problem
 from ckpt.transfer.read import RangeReader
 from ckpt.transfer.record_sums import RecordSums
 from formats.catalog import Catalog, Extent

@@ -7,10 +7,11 @@ Rules:
 2. Both sides are read block by block in row-major order. Two blocks of `BLOCK_BYTES` and their
    numbers are in memory, never a whole model.
 3. Each tied name is looked up by itself. A pair of stored tensors is compared once.
-4. Plain values, and the kinds of containers and keys (`ckpt.structure`), are compared if both
-   formats can hold them. DCP makes all keys text, so its keys are not compared with other formats.
-5. All checksums of the compared tensors are compared too, also if a tensor is a part of a record.
-   A wrong checksum is an error, not a difference.
+4. Plain values, and the kinds of containers and keys (`ckpt.mapping.structure`), are compared if
+   both formats can hold them. DCP makes all keys text, so its keys are not compared with other
+   formats.
+5. All checksums of the compared tensors are compared too, also if a tensor is a part of a record. A
+   wrong checksum is an error, not a difference.
 6. A pattern must match a name of one of the two (`ckpt.match.selection`). A mistyped pattern would
    otherwise find no difference.
 """
@@ -23,13 +24,20 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, TypeVar
 
-from ckpt.elements import Numbers, Tolerance, compare, decade_name, read_elements, same_value
+from ckpt.checking.elements import (
+    Numbers,
+    Tolerance,
+    compare,
+    decade_name,
+    read_elements,
+    same_value,
+)
 from ckpt.mapping.changes import Changes, MappingName
+from ckpt.mapping.structure import Container, StructureDifference, compare_structure, containers
 from ckpt.match.selection import Selection
 from ckpt.sources import Source, open_source
 from ckpt.state.saved import Missing, Saved, by_name
 from ckpt.stores.store import Options
-from ckpt.structure import Container, StructureDifference, compare_structure, containers
 from ckpt.transfer.read import RangeReader
 from ckpt.transfer.record_sums import RecordSums
 from formats.catalog import OpaqueValue, TensorRecord, TensorRef, Tree, named_leaves, str_of

@@ -20,7 +20,7 @@ from threading import Event
 
 import xxhash
 
-from ckpt.report import Findings, Problem
+from ckpt.checking.report import Findings, Problem
 from formats.errors import FormatError
 from formats.native.borrowed import Root, Run
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, load, read_manifest

@@ -15,12 +15,12 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ckpt.report import Findings, Problem, Report
+from ckpt.checking.report import Findings, Problem, Report
+from ckpt.checking.verify_native import check_native
+from ckpt.checking.verify_zip import check_counts, check_dcp, check_zip
 from ckpt.sources import Source, open_source, placed
 from ckpt.stores.replacement_guard import unless_replaced
 from ckpt.stores.store import Options, Store, is_file, open_store, split_url
-from ckpt.verify_native import check_native
-from ckpt.verify_zip import check_counts, check_dcp, check_zip
 from formats.catalog import Catalog
 from formats.detect import DCP_METADATA, folder_format
 from formats.errors import FormatError, UnsupportedError

@@ -1,0 +1,1 @@
+"""Verification of a checkpoint, and the differences of two."""

@@ -1,0 +1,1 @@
+"""Conversions: any format to any format."""
