@@ -27,8 +27,6 @@ from typing import Literal
 
 from ckpt.errors import ArgumentError
 from ckpt.mapping.model_files import ADAPTER, CONFIG
-from ckpt.deleting import check_no_link
-from ckpt.mapping.model_files import ADAPTER, CONFIG
 from ckpt.stores.read_only import check_writable
 from ckpt.stores.store import (
     Options,
