@@ -203,7 +203,7 @@ class Checkpointer:
     def _meet(self, arguments: str, options: LocalOptions | None, memory: Memory | None) -> None:
         """Opens the tiers, and looks for the steps in them. All ranks call this."""
         self._provenance, steps, places = self._ranks.introduce(
-            arguments, options.folder if options else ""
+            arguments, options.folder if options else "", self._saves.owner
         )
         if options is not None:
             self._local = self._ranks.local_tier(options, places)

@@ -93,10 +93,12 @@ class RunRanks:
         with self._ranks.call(CALL):
             return tier.steps(self._ranks)
 
-    def introduce(self, arguments: str, folder: str) -> tuple[str, list[RunStep], list[str]]:
+    def introduce(
+        self, arguments: str, folder: str, owner: Ownership
+    ) -> tuple[str, list[RunStep], list[str]]:
         """Returns the provenance for manifests, the run's steps, newest first, and ranks' places.
 
-        Ranks of one host with the same local `folder` have equal places.
+        Ranks of one host with the same local `folder` have equal places. `owner` starts.
 
         Raises:
             ArgumentError: the arguments of a rank differ from those of rank 0.
@@ -106,6 +108,7 @@ class RunRanks:
         def join(records: Sequence[bytes]) -> bytes:
             rows = [json.loads(record) for record in records]
             others = [rank for rank, row in enumerate(rows) if row[1] != arguments]
+            owner.start()
             steps = run_steps(self.url, storage_options=self._options)
             if not steps:
                 check_no_foreign_steps(self.url, self._options)

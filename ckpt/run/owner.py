@@ -9,7 +9,10 @@ Rules:
    is written, and before each removal. A higher epoch there makes the save an error on all ranks.
 3. Another start may take the folder between the last look and the commit. Its order is still the
    higher one, so that it never restores or keeps a step in the place of a step of its own.
-4. The local folder of each host has such files too, with the epoch of the run.
+4. A start that has not saved takes no run from a later start. Each notes the highest epoch that it
+   found when it began, and the owner's file tells that of the owner: the later start found the
+   higher one. Only of two that found the same one the clock tells which began later.
+5. The local folder of each host has such files too, with the epoch of the run.
 """
 
 from __future__ import annotations
@@ -64,15 +67,26 @@ class Ownership:
         self._url, self._run, self._options = url, without_secrets(run), options
         self.epoch = 0
         """The epoch of this start; 0 before its first save."""
+        self._found: int | None = None
+        """The highest epoch of the folder when this start began; None if it did not look."""
+        self._started = time.time()
+
+    def start(self) -> None:
+        """Notes the highest epoch of the folder (rule 4). Raises StoreError."""
+        with open_store(self._url, self._options) as store:
+            self._found = max(epochs(store.names()), default=0)
 
     def take(self, least: int) -> int:
         """Makes this start the owner and returns its epoch, at least `least` and above all others.
 
-        Raises StoreError if the store fails.
+        Raises NotOwnerError if a later start owns the folder, StoreError if the store fails.
         """
         with open_store(self._url, self._options) as store:
             while True:
-                epoch = max(least, 1 + max(epochs(store.names()), default=0))
+                newest = max(epochs(store.names()), default=0)
+                if self._is_older_than(store, newest):
+                    self._check(store, [newest])
+                epoch = max(least, 1 + newest)
                 mine = self._note(epoch)
                 try:
                     store.commit(file_name(epoch), mine, replace=False)
@@ -118,6 +132,16 @@ class Ownership:
             self._check(store, epochs(names))
         return names
 
+    def _is_older_than(self, store: Store, epoch: int) -> bool:
+        """Whether the start that took an epoch began after this one."""
+        if self._found is None or epoch <= self._found:
+            return False
+        told = self._told(store, epoch)
+        found, started = told.get("found"), told.get("started")
+        if type(found) is not int or not isinstance(started, str):  # of an older release
+            return False
+        return (found, seconds_of(started)) > (self._found, self._started)
+
     def _check(self, store: Store, there: Collection[int]) -> None:
         newest = max(there, default=0)
         if newest <= self.epoch:
@@ -141,6 +165,8 @@ class Ownership:
             "host": host_name(),
             "pid": os.getpid(),
             "began": f"{time.time():.6f}",
+            "found": self._found or 0,
+            "started": f"{self._started:.6f}",
             "command": command,
             "token": secrets.token_hex(8),
         }

@@ -126,7 +126,8 @@ class RunSaves:
         self, arguments: SaveArguments, ranks: RunRanks, keep: Keep, failures: Failures
     ) -> None:
         self._arguments, self._ranks, self._keep, self._failures = arguments, ranks, keep, failures
-        self._owner = Ownership(ranks.url, ranks.url, arguments.storage_options)
+        self.owner = Ownership(ranks.url, ranks.url, arguments.storage_options)
+        """The claim on the folder of the run."""
         self._local_owner: Ownership | None = None
         """The claim on the local folder of this host."""
         self._lost: NotOwnerError | None = None
@@ -160,17 +161,17 @@ class RunSaves:
         if not counter.is_taken:
             self._saved = (step, tier)
             try:
-                self._owner.epoch = self._ranks.take(self._owner, counter.epoch)
+                self.owner.epoch = self._ranks.take(self.owner, counter.epoch)
             except Exception as error:
                 self._failed(error)
                 return False
-            counter.take(self._owner.epoch)
+            counter.take(self.owner.epoch)
         return True
 
     def look(self, tier: LocalTier | None) -> Callable[[], Collection[str]] | None:
         """Returns the look for other owners of a folder, on the rank that commits to it."""
         if tier is None:
-            return self._owner.look if self._ranks.is_first else None
+            return self.owner.look if self._ranks.is_first else None
         if self._ranks.global_rank != min(tier.host):
             return None
         if self._local_owner is None:
@@ -180,7 +181,7 @@ class RunSaves:
 
         def look() -> Collection[str]:
             if not owner.epoch:
-                owner.claim(self._owner.epoch)
+                owner.claim(self.owner.epoch)
                 tier.remove_left_overs()
             names = owner.look()
             if name in names and not has_begun:

@@ -220,6 +220,32 @@ def test_a_program_that_only_restores_takes_no_run(tmp_path: Path) -> None:
     assert (tmp_path / "owner-1.json").exists()
 
 
+@pytest.mark.parametrize("has_owner", [False, True], ids=["a new run", "a run with an owner"])
+def test_a_job_that_has_never_saved_takes_no_run_from_a_newer_one(
+    tmp_path: Path, has_owner: bool
+) -> None:
+    if has_owner:
+        with job(tmp_path) as first:
+            first.save(1, state_of(1))
+    older = job(tmp_path)
+    newer = job(tmp_path)
+    for run in (older, newer):
+        assert run.restore(state_of(0)) == (1 if has_owner else None)
+    assert newer.save(2, state_of(2))
+    with pytest.raises(ckpt.NotOwnerError, match=f"process {os.getpid()}"):
+        older.save(2, state_of(-2))
+    assert newer.save(3, state_of(3))
+    assert [value_of(tmp_path / f"step-{step}") for step in (2, 3)] == [2, 3]
+    older.close()
+    with job(tmp_path) as last:  # and one that began before the owner saved, but after it began
+        newer.save(4, state_of(4))
+        assert last.restore(state_of(0)) == 4
+        assert last.save(5, state_of(5))
+        with pytest.raises(ckpt.NotOwnerError):
+            newer.save(6, state_of(6))
+    newer.close()
+
+
 def test_a_run_goes_on_without_its_owner_file_and_one_of_an_older_release_gets_one(
     tmp_path: Path,
 ) -> None:
