@@ -26,7 +26,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-slow test-stores test-versions test-peers test-gpu pages soak docs package lint style
+.PHONY: help demo test test-all test-slow test-stores test-versions test-peers test-gpu pages soak docs map package lint style
 .PHONY: types contracts
 .PHONY: check format bench bench-gpu clean
 
@@ -46,6 +46,7 @@ help:
 	@echo 'make soak       random commands, kills and faults, MINUTES=60 on disk and over S3 each'
 	@echo 'make bench      a short form of the benchmarks, beside other libraries'
 	@echo 'make bench-gpu  saves, stalls and loads of tensors on a GPU, beside DCP'
+	@echo 'make map        every file of the product with its first line'
 	@echo 'make docs       the documentation site, in site/; checks links and spelling'
 	@echo 'make package    a release in dist/, tried in an empty environment'
 	@echo 'make clean      remove the environment and every cache'
@@ -89,6 +90,9 @@ pages: $(STAMP)
 package: $(STAMP)
 	$(BIN)/python tests/packages.py
 	$(BIN)/python .ci/dist.py
+
+map:
+	@$(PYTHON) .ci/map.py
 
 docs:
 	PYTHON=$(PYTHON) $(PYTHON) .ci/site/build.py

@@ -62,25 +62,23 @@ def test_every_test_that_a_document_names_exists() -> None:
             assert ROOT / path in sources, (document.name, path)
 
 
-def test_the_map_names_every_file_of_the_product_and_no_other() -> None:
-    """A row in bold names a package, the rows below it modules of it; a name may be a folder's."""
+def test_the_rooms_of_the_architecture_are_the_folders_of_the_product() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
-    listed = text[text.index("## Map") : text.index("## One training step")]
-    named, package = set[Path](), ""
-    for line in listed.splitlines()[4:]:
-        cell = line.split("|")[1].strip() if line.startswith("| ") else ""
-        if cell.startswith("**"):
-            package = cell.strip("*")
-        elif cell:
-            names = [name.strip("` ").removesuffix(".py") for name in cell.split(",")]
-            named |= {ROOT / package / name for name in names}
-    files = {
-        path.with_suffix("")
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| ")]
+    named = {name.strip() for row in rows for name in row.split(",")} - {"room"}
+    folders = {
+        str(path.parent.relative_to(ROOT))
         for package in ("ckpt", "formats", "sharding", "tools")
-        for path in (ROOT / package).rglob("*.py")
-        if path.name != "__init__.py"
+        for path in (ROOT / package).rglob("__init__.py")
     }
-    folders = {path for path in named if path.is_dir() and path not in files}
-    assert {path for path in files if path.parent not in folders} == named - folders - {
-        ROOT / "ckpt" / "__init__"
-    }
+    assert named == folders - {"ckpt/mapping/known"}
+
+
+def test_the_journeys_of_the_architecture_name_files_of_the_product() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    journeys = text[text.index("## Five journeys") : text.index("## Five rules")]
+    files = {str(path.relative_to(ROOT)) for path in ROOT.glob("*/**/*.py")}
+    named = set(re.findall(r"[\w/]+\.py", journeys))
+    assert [
+        name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)
+    ] == []
