@@ -42,7 +42,7 @@ from ckpt.transfer.bases import BaseFiles, base_files, base_files_beside
 from ckpt.transfer.commit import GRACE_SECONDS
 from formats.errors import FormatError
 from formats.limits import current
-from formats.native.manifest import MANIFEST, load
+from formats.native.manifest import MANIFEST, load, read_manifest
 from formats.threads import Pool
 
 __all__ = ["LeftOver", "gc"]
@@ -260,7 +260,7 @@ def _begins(store: Store, name: str) -> bool:
 def _named(store: Store) -> set[str] | None:
     """Returns the files of the checkpoint in a folder; None if its manifest is damaged."""
     try:
-        data = store.read_whole(MANIFEST, current().manifest_bytes)
+        data = read_manifest(store)
         return {file.name for file in load(data, f"{store.url}/{MANIFEST}").files}
     except FileNotFoundError:
         return set()

@@ -52,6 +52,7 @@ __all__ = [
     "ValuesWarning",
     "VersionGoneError",
     "WaitTimeoutError",
+    "WireWarning",
 ]
 __all__ += bytes_errors.__all__
 __all__ += root_errors.__all__
@@ -381,6 +382,10 @@ def skipped_warning(where: str, skipped: Sequence[Difference]) -> SkippedWarning
     """Returns the warning about differences that `strict=False` leaves out."""
     told = f"strict=False skips {len(skipped)}: {_listed(skipped)}"
     return SkippedWarning(f"{without_secrets(where)}: {told}", skipped)
+
+
+class WireWarning(Picklable, UserWarning):
+    """Bytes were changed on their way from a store, and were read again. Nothing is damaged."""
 
 
 class UnverifiedWarning(Picklable, UserWarning):

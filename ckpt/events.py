@@ -103,7 +103,8 @@ def _sentence(event: Event) -> str:
     ended = f", ended by {event.error}" if event.error else ""
     moved = f", {event.nbytes:,} bytes" if event.nbytes else ""
     waited = f", {event.waited:.3f} s of it for other ranks" if event.waited else ""
-    return f"{name} took {took}{moved}{waited}{ended}"
+    again = f", {event.rereads} reads repeated" if event.rereads else ""
+    return f"{name} took {took}{moved}{waited}{again}{ended}"
 
 
 def _rows(rows: list[tuple[int, Event]]) -> Iterator[dict[str, object]]:

@@ -36,8 +36,7 @@ from ckpt.nearby import checkpoints_below, nothing_at, similar_path
 from ckpt.stores.replacement_guard import MANIFEST_HEAD_BYTES, head_now, replaced, unless_replaced
 from ckpt.stores.store import Options, Store, absolute, is_file, join_url, open_store, split_url
 from formats.errors import CorruptError, FormatError, UnsupportedError
-from formats.limits import current
-from formats.native.manifest import MANIFEST, Manifest, load
+from formats.native.manifest import MANIFEST, Manifest, load, read_manifest
 from formats.threads import Pool
 
 __all__ = ["latest"]
@@ -323,7 +322,7 @@ def _check_whole(url: str, options: Options) -> None:
     """
     with open_store(url, options) as store:
         try:
-            data = store.read_whole(MANIFEST, current().manifest_bytes)
+            data = read_manifest(store)
         except FileNotFoundError as error:
             raise NotACheckpointError(f"{url}: no checkpoint: there is no {MANIFEST}") from error
         manifest = load(data, f"{url}/{MANIFEST}")

@@ -10,7 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
+
+from formats.errors import CorruptError
+
+T = TypeVar("T")
 
 Buffer = bytes | bytearray | memoryview
 
@@ -21,6 +25,9 @@ REMOTE_READ_BYTES = 24 << 20
 COPIED_READ_BYTES = 8 << 20
 """The same for drivers that hold a whole response in memory before they fill buffers."""
 
+
+LOOKS = 5
+"""Bytes with a wrong checksum are read again at most so many times."""
 
 BESIDE = "../"
 """The beginning of a file's name in a folder beside this one."""
@@ -96,6 +103,41 @@ def memory_name(reader: Reader) -> str:
     Readers with memory of one name see the same bytes.
     """
     return str(getattr(reader, "memory_name", ""))
+
+
+def read_again(
+    reader: Reader,
+    place: tuple[str, int, int],
+    first: T,
+    read: Callable[[], T],
+    is_right: Callable[[T], bool],
+) -> T | None:
+    """Returns the bytes of a place, if only the way to them has changed them; None if damaged.
+
+    Called for bytes whose checksum is wrong. `place` has the file and its bytes `[lo, hi)`. `read`
+    reads them again, and returns them or their checksum, as `first` is of the first read. Twice the
+    same wrong bytes are damage in the store. A reader without a network has nothing to try.
+
+    Raises CorruptError if each read returns other bytes, and none of them are right.
+    """
+    tell: Callable[[str, int, int], None] | None = getattr(reader, "changed_on_the_way", None)
+    if tell is None:
+        return None
+    seen = [first]
+    for _ in range(LOOKS):
+        found = read()
+        if is_right(found):
+            tell(*place)
+            return found
+        if found in seen:
+            return None
+        seen.append(found)
+    file, lo, hi = place
+    raise CorruptError(
+        f"{reader.url}/{file}: bytes {lo}:{hi} were read {len(seen)} times, each time with another "
+        "wrong checksum: the network, a proxy or this machine's memory changes bytes; read from "
+        "another machine"
+    )
 
 
 Lends = Callable[[str, int, int], "AbstractContextManager[memoryview] | None"]

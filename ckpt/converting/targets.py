@@ -51,7 +51,6 @@ from ckpt.transfer.bases import base_files_beside, check_unused
 from ckpt.transfer.commit import check_no_link, check_no_other
 from formats.detect import DCP_METADATA, is_shard
 from formats.errors import FormatError
-from formats.limits import current
 from formats.native.manifest import MANIFEST, load, read_manifest
 from formats.storage import FileWriter, Writer
 from sharding.errors import listed
@@ -117,7 +116,7 @@ def check_native(source: Source, target: str, options: Options, overwrite: bool)
             raise ExistsError(f"{target} holds a checkpoint; pass overwrite=True to replace it")
         check_no_link(target)
         check_unused(target, options)
-        data = store.read_whole(MANIFEST, current().manifest_bytes)
+        data = read_manifest(store)
     there = one_spelling(target)
     for file in _files_of(source):
         folder, name = split_url(file)
@@ -261,7 +260,7 @@ def _check_no_part_of_another(target: str, options: Options) -> None:
     folder = one_spelling(folder)
     with open_store(folder, options) as store:
         try:
-            data = store.read_whole(MANIFEST, current().manifest_bytes)
+            data = read_manifest(store)
         except FileNotFoundError:
             data = b""
     if data and (name == MANIFEST or _names(data, name)):

@@ -27,7 +27,7 @@ from ckpt.errors import ExistsError, StoreError
 from ckpt.stores.capabilities import StoreCapabilities, Unfinished
 from ckpt.stores.driver import MultipartDriver, ObjectInfo, PastEndError, StreamDriver
 from ckpt.stores.request_errors import UnsupportedRequestError, explained
-from ckpt.stores.retries import ErrorClass, RetryPolicy, retry_policy
+from ckpt.stores.retries import ErrorClass, OverNetwork, RetryPolicy, retry_policy
 from ckpt.stores.streams import streamed
 from ckpt.stores.uploads import PartSizes, Upload, UploadRequests
 from formats.errors import CorruptError, GoneError, SizeError, TooLargeError
@@ -51,7 +51,7 @@ _honours: dict[str, bool] = {}
 """Whether a server honours conditions, by its address, as commits of this process have shown."""
 
 
-class ObjectStore:
+class ObjectStore(OverNetwork):
     """The store of any folder that is not on a local disk."""
 
     def __init__(

@@ -8,11 +8,12 @@ from typing import Any, NoReturn
 
 from ckpt.errors import StoreError
 from ckpt.stores.capabilities import StoreCapabilities, Unfinished
+from ckpt.stores.retries import OverNetwork
 from formats.storage import FileWriter
 from sharding.url_secrets import without_secrets
 
 
-class ReadOnlyStore:
+class ReadOnlyStore(OverNetwork):
     """All calls that write raise StoreError. Subclasses read."""
 
     url: str

@@ -21,7 +21,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
+from warnings import warn
 
+from ckpt.errors import WireWarning
+from sharding.agreement.call_events import count_reread
 from sharding.errors import ArgumentError
 from sharding.url_secrets import without_secrets
 
@@ -100,6 +103,35 @@ class RetryPolicy:
                     )
             self.sleep(min(self.chance() * pause, max(0.0, self.deadline_seconds - waited)))
             pause = min(2 * pause, self.longest_seconds)
+
+
+class OverNetwork:
+    """A store whose bytes come over a network, which may change them.
+
+    A reader whose checksum is wrong reads again (`formats.storage.read_again`).
+    """
+
+    url: str
+    _has_warned = False
+
+    def changed_on_the_way(self, name: str, lo: int, hi: int) -> None:
+        """Counts bytes that were wrong at first, and right when they were read again.
+
+        The first ones of a store are a warning.
+        """
+        count_reread()
+        place = without_secrets(f"{self.url}/{name}")
+        said = f"{place}: bytes {lo}:{hi} were changed on the way, and were right when read again"
+        _log.info("%s", said)
+        if not self._has_warned:
+            self._has_warned = True
+            warn(
+                WireWarning(
+                    f"{said}: the checkpoint is sound, but the network, a proxy or this machine's "
+                    "memory changes bytes; ckpt.events counts further ones as `rereads`"
+                ),
+                stacklevel=2,
+            )
 
 
 def retry_policy() -> RetryPolicy:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from ckpt.errors import InUseError, NotACheckpointError, StoreError
 from ckpt.stores.store import Options, Store, one_spelling, open_store, split_url
 from formats.errors import CorruptError, FormatError
-from formats.limits import current
 from formats.native.borrowed import kept
 from formats.native.manifest import MANIFEST, Base, load, read_manifest
 from formats.native.reader import Lender
@@ -105,7 +104,7 @@ def is_as_it_was(base: str, digest: str, options: Options = None) -> bool:
     """Returns whether the manifest of a base still has this digest."""
     with open_store(base, options) as store:
         try:
-            return store.read_whole(MANIFEST, current().manifest_bytes)[11:43] == digest.encode()
+            return read_manifest(store)[11:43] == digest.encode()
         except FileNotFoundError:
             return False
 

@@ -28,8 +28,7 @@ from ckpt.stores.store import Store, link_at, local_path
 from ckpt.transfer.bases import base_files_beside, check_unused, is_as_it_was
 from formats.detect import sign_of_another_format
 from formats.errors import FormatError, GoneError
-from formats.limits import current
-from formats.native.manifest import MANIFEST, Manifest, ShardFile, dump, load
+from formats.native.manifest import MANIFEST, Manifest, ShardFile, dump, load, read_manifest
 
 GRACE_SECONDS = 24 * 3600.0
 """A save or conversion may take at most so long from its start to its commit."""
@@ -134,7 +133,7 @@ def is_not_there(store: Store, attempt: str, error: BaseException) -> bool:
     if local_path(store.url) is None and not isinstance(error, ExistsError):
         return False
     try:
-        return attempt.encode() not in store.read_whole(MANIFEST, current().manifest_bytes)
+        return attempt.encode() not in read_manifest(store)
     except FileNotFoundError:
         return True
     except (OSError, FormatError):
@@ -168,7 +167,7 @@ def withdraw(store: Store, data: bytes) -> None:
 
 def _committed(store: Store) -> bytes | None:
     try:
-        return store.read_whole(MANIFEST, current().manifest_bytes)
+        return read_manifest(store)
     except FileNotFoundError:
         return None
 

@@ -21,21 +21,24 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from mmap import mmap
 from typing import TYPE_CHECKING, TypeAlias
 
+import xxhash
+
 from ckpt.budget import memory_budget
 from ckpt.plan.check_shares import NOTHING_SHARED, CheckShare
-from ckpt.plan.read_plan import ByteRange, Limits, ReadRequest, byte_ranges_of, groups_of
+from ckpt.plan.read_plan import NOWHERE, ByteRange, Limits, ReadRequest, byte_ranges_of, groups_of
 from ckpt.transfer.record_sums import Part, RecordSums, Verify, changed
 from ckpt.transfer.unchanged import Unchanged, changed_ranges
 from formats.catalog import Chunk, Extent
 from formats.errors import CorruptError
 from formats.native.shard import Progress
-from formats.storage import LOCAL_READ_BYTES, Reader, in_place, memory_name
+from formats.storage import LOCAL_READ_BYTES, Reader, in_place, memory_name, read_again
 from formats.threads import Pool
+from formats.zip_plan import crc32
 
 if TYPE_CHECKING:
     import numpy as np
@@ -129,6 +132,7 @@ class RangeReader:
         policy = ReadPolicy.within(memory_budget(), reader) if policy is None else policy
         self._reader = reader
         self._sums = sums
+        self._policy = policy
         self._workers, self._limits = policy.workers, policy.limits
         self._unchanged, self._share = policy.unchanged, policy.share
         self._scratch = threading.local()
@@ -155,10 +159,18 @@ class RangeReader:
         self, ranges: list[ByteRange], targets: Targets, progress: Progress | None = None
     ) -> None:
         """Reads byte ranges, in the order of the files. Raises as `read_requests` does."""
-        groups = groups_of(changed_ranges(ranges, targets, self._unchanged), self._limits)
+        call = _Call(targets)
+        self._read_all(ranges, call, progress)
+        for part, found in call.wrong:
+            self._read_record_again(part, found, ranges, targets)
+
+    def _read_all(
+        self, ranges: list[ByteRange], call: _Call, progress: Progress | None = None
+    ) -> None:
+        groups = groups_of(changed_ranges(ranges, call.targets, self._unchanged), self._limits)
 
         def work(group: list[ByteRange]) -> None:
-            self._do(group, targets)
+            self._do(group, call)
             if progress is not None:
                 progress(sum(one.wanted_bytes for one in group))
 
@@ -172,26 +184,66 @@ class RangeReader:
             for done in [pool.submit(shared.work, work) for _ in range(self._workers)]:
                 done.result()
 
-    def _do(self, group: list[ByteRange], targets: Targets) -> None:
+    def _read_record_again(
+        self, part: Part, found: int, ranges: list[ByteRange], targets: Targets
+    ) -> None:
+        """Reads a record with a wrong CRC-32 again, and fills the targets with right bytes.
+
+        Raises CorruptError if the record is damaged, or if other calls have read bytes of it.
+        """
+        extent = part.record.extent
+        lo, hi = extent.offset, extent.offset + extent.nbytes
+
+        def crc32_of_record() -> int:
+            value, step = 0, min(self._limits.read_bytes, self._limits.scratch_bytes)
+            for at in range(lo, hi, step):
+                data = self._buffer(min(step, hi - at))
+                self._reader.read_into(extent.file, at, data)
+                value = crc32(data, value)
+            return value
+
+        place = extent.file, lo, hi
+        is_right = extent.crc32.__eq__
+        if read_again(self._reader, place, found, crc32_of_record, is_right) is None:
+            raise changed(self._reader.url, extent, part.names, found)
+        if not part.is_of_one_call:
+            raise CorruptError(
+                f"{self._reader.url}/{extent.file}: {part.names}: bytes {lo}:{hi} were changed on "
+                "the way from the store, where they are right; nothing is damaged: begin again"
+            )
+        requests = {
+            id(one.request): one.request
+            for one in ranges
+            if one.request.extent[:3] == extent[:3] and one.request.target != NOWHERE
+        }
+        sums = RecordSums("all")
+        again = RangeReader(self._reader, sums, replace(self._policy, unchanged=Unchanged.READ))
+        again.run([*requests.values()], targets)
+        again.finish()
+
+    def _do(self, group: list[ByteRange], call: _Call) -> None:
         """Reads, verifies and places one group."""
-        first = group[0]
+        first, targets = group[0], call.targets
         lo, hi = first.lo, max(one.hi for one in group)
         lent = in_place(self._reader, first.file, lo, hi - lo)
         if lent is not None:
             with lent as stored:
                 for one in group:
-                    self._use(one, stored[one.lo - lo : one.hi - lo], targets)
+                    self._use(one, stored[one.lo - lo : one.hi - lo], call)
         elif first.direct and len(group) == 1:
             read = self._reader.read_into
             self._fill(
-                first, _own(first, targets), lambda at, data: read(first.file, first.lo + at, data)
+                first,
+                _own(first, targets),
+                lambda at, data: read(first.file, first.lo + at, data),
+                call,
             )
         else:
-            self._do_copied(group, targets)
+            self._do_copied(group, call)
 
-    def _do_copied(self, group: list[ByteRange], targets: Targets) -> None:
+    def _do_copied(self, group: list[ByteRange], call: _Call) -> None:
         """Reads one group into targets and scratch memory, verifies and places it."""
-        first = group[0]
+        first, targets = group[0], call.targets
         # Buffers in the order of the file: memory of targets, and lengths of scratch between them.
         ends: list[memoryview | int] = []
         stored: list[memoryview | int] = []  # of each range: its target, or its place in scratch
@@ -223,30 +275,34 @@ class RangeReader:
         self._reader.read_into(first.file, first.lo, *buffers)
         for one, place in zip(group, stored, strict=True):
             data = scratch[place : place + one.hi - one.lo] if isinstance(place, int) else place
-            self._verify(one, data)
+            self._verify(one, data, call)
             if one.box_copy is not None:
                 _place(one, self._decoded(one, data), targets[one.request.target])
 
-    def _use(self, one: ByteRange, stored: memoryview, targets: Targets) -> None:
+    def _use(self, one: ByteRange, stored: memoryview, call: _Call) -> None:
         """Verifies and places one range whose bytes lie in memory."""
         if one.direct:
-            own = _own(one, targets)
-            self._fill(one, own, _copier(stored, own))
+            own = _own(one, call.targets)
+            self._fill(one, own, _copier(stored, own), call)
             return
-        self._verify(one, stored)
+        self._verify(one, stored, call)
         if one.box_copy is not None:
-            _place(one, self._decoded(one, stored), targets[one.request.target])
+            _place(one, self._decoded(one, stored), call.targets[one.request.target])
 
-    def _verify(self, one: ByteRange, data: memoryview) -> None:
+    def _verify(self, one: ByteRange, data: memoryview, call: _Call) -> None:
         """Raises unless these are the bytes of the range."""
         self._check(one, one.chunk, data)
-        part_sum = self._sums.part(one.request, one.lo, one.hi)
+        part_sum = self._sums.part(one.request, one.lo, one.hi, call.token)
         if part_sum is not None:
             part_sum.take(one.lo, data)
-            self._compare(one, part_sum)
+            self._compare(one, part_sum, call)
 
     def _fill(
-        self, one: ByteRange, target: memoryview, read: Callable[[int, memoryview], None]
+        self,
+        one: ByteRange,
+        target: memoryview,
+        read: Callable[[int, memoryview], None],
+        call: _Call,
     ) -> None:
         """Fills a target with one range, in parts that are verified one by one.
 
@@ -255,7 +311,7 @@ class RangeReader:
         step, chunk, chunks = self._limits.read_bytes, one.chunk, one.request.extent.chunks
         if chunk >= 0 and chunks is not None:
             step = max(1, step // chunks.chunk_bytes) * chunks.chunk_bytes
-        part = self._sums.part(one.request, one.lo, one.hi)
+        part = self._sums.part(one.request, one.lo, one.hi, call.token)
         if chunk < 0 and part is None and self._reader.read_bytes <= LOCAL_READ_BYTES:
             step = len(target)  # nothing is compared, so no part has to stay in the cache
         for at in range(0, len(target), step):
@@ -266,24 +322,45 @@ class RangeReader:
             if chunk >= 0 and chunks is not None:
                 self._check(one, chunk + at // chunks.chunk_bytes, data)
         if part is not None:
-            self._compare(one, part)
+            self._compare(one, part, call)
 
     def _check(self, one: ByteRange, first: int, stored: memoryview) -> None:
-        """Raises unless these are the bytes of the extent's chunks from `first` on."""
+        """Raises unless these are the bytes of the extent's chunks from `first` on.
+
+        A chunk that was only changed on the way is read again into its place.
+        """
         chunks = one.request.extent.chunks
         if first < 0 or chunks is None or not self._sums.verify:
             return
         extent, name = one.request.extent, one.request.name
         for lo, hi in self._share.runs(name, chunks, first, len(stored)):
-            wrong = chunks.wrong(first + lo // chunks.chunk_bytes, stored[lo:hi])
-            if wrong is not None:
-                raise damaged(self._reader.url, extent, name, chunks[wrong])
+            index = first + lo // chunks.chunk_bytes
+            while (wrong := chunks.wrong(index, stored[lo:hi])) is not None:
+                chunk = chunks[wrong]
+                lo += chunk.offset - chunks[index].offset
+                data = stored[lo : lo + chunk.stored_bytes]
+                if data.readonly or not self._read_chunk_again(extent.file, chunk, data):
+                    raise damaged(self._reader.url, extent, name, chunk)
+                index, lo = wrong + 1, lo + chunk.stored_bytes
+                if lo >= hi:
+                    break
 
-    def _compare(self, one: ByteRange, part: Part) -> None:
-        """Raises if this part was the last of a record that is not as it was written."""
+    def _read_chunk_again(self, file: str, chunk: Chunk, data: memoryview) -> bool:
+        """Reads the stored bytes of a chunk again. Returns whether they are right now."""
+
+        def digest() -> bytes:
+            self._reader.read_into(file, chunk.offset, data)
+            return xxhash.xxh3_128_digest(data)
+
+        place = file, chunk.offset, chunk.offset + chunk.stored_bytes
+        first = xxhash.xxh3_128_digest(data)
+        return read_again(self._reader, place, first, digest, chunk.digest.__eq__) is not None
+
+    def _compare(self, one: ByteRange, part: Part, call: _Call) -> None:
+        """Notes a record that is not as it was written, if this part was its last."""
         wrong = self._sums.wrong(part)
         if wrong is not None:
-            raise changed(self._reader.url, one.request.extent, part.names, wrong)
+            call.wrong.append((part, wrong))
 
     def _decoded(self, one: ByteRange, stored: memoryview) -> memoryview:
         """Returns the bytes of the extent from `one.at` on."""
@@ -313,6 +390,16 @@ class RangeReader:
             held = mmap(-1, max(nbytes, SCRATCH_BYTES))
             setattr(self._scratch, use, held)
         return memoryview(held)[:nbytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of `RangeReader.read`."""
+
+    targets: Targets
+    wrong: list[tuple[Part, int]] = field(default_factory=list)
+    """The last parts of records with another CRC-32, which is the number."""
+    token: object = field(default_factory=object)
 
 
 class _SharedGroups:

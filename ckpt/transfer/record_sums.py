@@ -73,8 +73,11 @@ class RecordSums:
             with self._lock:
                 self._opened(name, extent)
 
-    def part(self, request: ReadRequest, lo: int, hi: int) -> Part | None:
-        """Returns the part for bytes `[lo, hi)` of a file, before a read; None if not summed."""
+    def part(self, request: ReadRequest, lo: int, hi: int, call: object = None) -> Part | None:
+        """Returns the part for bytes `[lo, hi)` of a file, before a read; None if not summed.
+
+        `call` stands for the call of `RangeReader.read` that reads them.
+        """
         extent = request.extent
         if extent.crc32 is None or not self.verify:
             return None
@@ -82,6 +85,7 @@ class RecordSums:
             record = self._opened(request.name, extent)
             if record is None:
                 return None
+            record.calls.add(call)
             if hi - lo < extent.nbytes and not self._is_expected(extent):
                 return None
             fresh = record.claim(lo - extent.offset, hi - extent.offset)
@@ -153,6 +157,11 @@ class Part:
         self.values = [0] * len(ranges)
 
     @property
+    def is_of_one_call(self) -> bool:
+        """Whether one call has read all bytes of the record that were read so far."""
+        return len(self.record.calls) == 1
+
+    @property
     def names(self) -> str:
         """The tensors for which the record was read, as text; only the first ones of many."""
         return listed(list(self.record.names), SHOWN_NAMES)
@@ -169,12 +178,14 @@ class Part:
 class _Record:
     """The ranges of one record that were read, in bytes of the record."""
 
-    __slots__ = ("claimed", "extent", "names", "summed")
+    __slots__ = ("calls", "claimed", "extent", "names", "summed")
 
     def __init__(self, extent: Extent) -> None:
         self.extent = extent
         self.names: dict[str, None] = {}
         """The tensors for which the record was read."""
+        self.calls: set[object] = set()
+        """The calls that have read bytes of it."""
         self.claimed: list[_Range] = []
         """Ranges that a thread reads or has read, in order, with gaps between."""
         self.summed = SummedRanges()

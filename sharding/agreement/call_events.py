@@ -38,11 +38,22 @@ class Event:
     """Bytes of tensors that this rank read or wrote in it."""
     error: str
     """The class of the error that ended it on this rank; empty without one."""
+    rereads: int = 0
+    """The reads that this process repeated meanwhile, because bytes were changed on their way from
+    a store."""
 
 
 Observer = Callable[[Event], None]
 _observers: tuple[Observer, ...] = ()
 _failed: set[int] = set()
+_rereads = 0
+"""The reads that this process has repeated."""
+
+
+def count_reread() -> None:
+    """Counts a read that was repeated, for all calls that go on."""
+    global _rereads
+    _rereads += 1
 
 
 def observe(observer: Observer) -> Callable[[], None]:
@@ -139,7 +150,7 @@ class _Open:
     def __init__(self, call: str, stage: str, rank: int, world_size: int) -> None:
         self._names = call, stage, rank, world_size
         self._began, self._since = time.time(), time.perf_counter()
-        self.waited, self.nbytes = 0.0, 0
+        self.waited, self.nbytes, self._rereads = 0.0, 0, _rereads
 
     def part(self, stage: str) -> _Open:
         call, _, rank, world_size = self._names
@@ -147,7 +158,8 @@ class _Open:
 
     def closed(self, error: str) -> Event:
         seconds = time.perf_counter() - self._since
-        return Event(*self._names, self._began, seconds, self.waited, self.nbytes, error)
+        rereads = _rereads - self._rereads
+        return Event(*self._names, self._began, seconds, self.waited, self.nbytes, error, rereads)
 
 
 def _tell(event: Event) -> None:

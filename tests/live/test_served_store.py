@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit, urlunsplit
 
 import pytest
 import torch
@@ -26,6 +26,9 @@ from ckpt.stores.object_store import ObjectStore
 from ckpt.stores.served_store import ServedStore
 from ckpt.stores.store import is_file, join_url, open_store, split_url
 from tests.live.test_serve import certificate, serving
+from tests.stores.fault_proxy import FaultProxy
+from tests.stores.faults import Fault, Request, nth
+from tests.stores.server import Server
 from tools.main import main
 
 SERVE = """
@@ -65,6 +68,28 @@ def url(run: Path) -> Iterator[str]:
     """The URL of the folder, with the token."""
     with started(run) as found:
         yield found
+
+
+def test_a_bit_that_the_network_flips_is_read_again(url: str) -> None:
+    parts = urlsplit(url)
+    server = Server("serve", "http", f"http://{parts.netloc}", {}, {})
+    with FaultProxy(server) as proxy:
+        place = urlunsplit(parts._replace(netloc=urlsplit(proxy.server.endpoint).netloc))
+        step = join_url(place, "step 10")
+        for number in range(3):  # the manifest, the chunk table with the header, the elements
+            proxy.schedule = nth(number, Fault.FLIP_ANSWER, is_a_file)
+            with pytest.warns(ckpt.errors.WireWarning) as told:
+                found = ckpt.read(step)
+            assert torch.equal(found["w"], torch.arange(1000.0) + 10)
+            assert TOKEN not in str(told[0].message)
+            assert proxy.faults() == {Fault.FLIP_ANSWER}
+            proxy.clear()
+
+
+def is_a_file(request: Request) -> bool:
+    return request.method == "GET" and any(
+        end in request.target for end in (".json", ".safetensors")
+    )
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

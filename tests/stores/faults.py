@@ -113,6 +113,19 @@ def times(
     return schedule
 
 
+def nth(number: int, fault: Fault, concerns: Callable[[Request], bool]) -> Schedule:
+    """A fault for one of the requests that a condition concerns, counted from 0."""
+    seen = [0]
+
+    def schedule(request: Request) -> Fault | None:
+        if concerns(request):
+            seen[0] += 1
+            return fault if seen[0] == number + 1 else None
+        return None
+
+    return schedule
+
+
 def dead_between(first: int, end: int) -> Schedule:
     """A server that is gone for the requests of these numbers."""
     return lambda request: Fault.DROP_REQUEST if first <= request.number < end else None

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ckpt
+from ckpt.stores.store import open_store
+from tests.selection import thorough
 from tests.stores import states
 from tests.stores.fault_proxy import FaultProxy
-from tests.stores.faults import TRANSIENT, Fault, Request, dead_between, once, seeded
+from tests.stores.faults import TRANSIENT, Fault, Request, dead_between, nth, once, seeded
 from tests.stores.places import Place, place_at
 from tests.stores.server import Server
 
@@ -184,6 +187,83 @@ def test_a_server_that_stays_away_is_an_error_within_the_deadline_and_the_next_s
     assert ckpt.verify(earlier, storage_options=place.options).sound
     assert tried(clusters, "save", proxy, later, 3).error is None
     assert assert_right_or_absent(place, later, 3)
+
+
+def reads_an_object(request: Request) -> bool:
+    return (
+        request.method == "GET" and "step-1" in request.target and "list-type" not in request.target
+    )
+
+
+READERS: dict[str, Callable[[str, Any, Path], Any]] = {
+    "read": lambda url, options, _: ckpt.read(url, storage_options=options),
+    "open": lambda url, options, _: {
+        name: tensor[:] for name, tensor in ckpt.open(url, storage_options=options).items()
+    },
+    "verify": lambda url, options, _: (
+        ckpt.verify(url, storage_options=options).sound and ckpt.read(url, storage_options=options)
+    ),
+    "convert": lambda url, options, folder: (
+        ckpt.convert(url, folder / "copy", storage_options=options) and ckpt.read(folder / "copy")
+    ),
+}
+
+
+@pytest.mark.parametrize("compress", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("reader", ["read", "verify", thorough("open"), thorough("convert")])
+def test_a_bit_that_the_network_flips_is_read_again_and_told(
+    place: Place, proxy: FaultProxy, tmp_path: Path, reader: str, compress: bool
+) -> None:
+    url, state = f"{place.url}/step-1", states.whole(1)
+    ckpt.save(url, state, storage_options=place.options, compress=compress)
+    READERS[reader](url, proxy.server.options, tmp_path / "warm")
+    requests = sum(reads_an_object(one.request) for one in proxy.seen)
+    assert requests >= 3
+    for number in range(requests):
+        proxy.schedule = nth(number, Fault.FLIP_ANSWER, reads_an_object)
+        with pytest.warns(ckpt.errors.WireWarning, match="were right when read again") as told:
+            found = READERS[reader](url, proxy.server.options, tmp_path / f"{number}")
+        assert len(told) == 1
+        assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
+def test_a_record_with_one_checksum_is_read_again_as_a_whole(
+    place: Place, proxy: FaultProxy, tmp_path: Path, kind: str
+) -> None:
+    state = {"w": torch.arange(300_000.0), "v": torch.ones(3)}
+    options = {"storage_options": place.options}
+    ckpt.save(tmp_path / "ours", state)
+    url = f"{place.url}/step-1{'.pt' if kind == 'torch' else ''}"
+    ckpt.convert(tmp_path / "ours", url, to=kind, **options)
+    with ckpt.events.recorded() as events:
+        ckpt.load(url, state, storage_options=proxy.server.options)
+    whole = [one for one in events if not one.stage]
+    assert whole[-1].rereads == 0
+    requests = [one for one in proxy.seen if one.request.reads_data]
+    [number] = [i for i, one in enumerate(requests) if one.sent_bytes >= 1_200_000]
+    proxy.schedule = nth(number, Fault.FLIP_ANSWER, lambda request: request.reads_data)
+    target = {"w": torch.zeros(300_000), "v": torch.zeros(3)}
+    with ckpt.events.recorded() as events, pytest.warns(ckpt.errors.WireWarning):
+        ckpt.load(url, target, storage_options=proxy.server.options)
+    assert all(torch.equal(target[name], tensor) for name, tensor in state.items())
+    assert [one.rereads for one in events if not one.stage][-1] == 1
+
+
+def test_a_byte_that_is_wrong_in_the_store_is_damage_without_a_word_on_the_network(
+    place: Place, proxy: FaultProxy
+) -> None:
+    url = f"{place.url}/step-1"
+    ckpt.save(url, states.whole(1), storage_options=place.options)
+    with open_store(url, place.options) as store:
+        [name] = [one for one in store.names() if one.endswith(".safetensors")]
+        data = bytearray(store.read(name, 0, store.size(name)))
+        data[len(data) // 2] ^= 1
+        store.commit(name, bytes(data), replace=True)
+    proxy.clear()
+    with pytest.raises(ckpt.CorruptError, match="they were changed since; restore the file"):
+        ckpt.read(url, storage_options=proxy.server.options)
+    assert sum(one.request.reads_data for one in proxy.seen) <= 5
 
 
 def test_what_is_denied_is_not_tried_again(
