@@ -14,6 +14,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -87,9 +88,11 @@ class FolderApp:
     def _answer(self, request: HttpRequest) -> HttpAnswer:
         parts = _parts(request.path)
         try:
-            descriptor = self._opened(parts)
+            return self._answer_with(request, self._opened(parts))
         except OSError as error:
-            raise RefusedError("unknown", f"{request.path:.200}: {error.strerror}") from None
+            raise _refusal(request, error) from None
+
+    def _answer_with(self, request: HttpRequest, descriptor: int) -> HttpAnswer:
         is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
         if not is_folder:
             return _file(request, descriptor)
@@ -140,6 +143,21 @@ class FolderApp:
                     elif entry.is_dir():
                         folders.append(entry.name)
         return dict(sorted(files.items())), sorted(folders)
+
+
+_NOTHING_THERE = frozenset(
+    {
+        *(0, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL),
+        *(errno.EACCES, errno.EPERM, errno.ENXIO),
+    }
+)
+"""The error numbers of a file that is not served; 0 is that of one outside. Any other, as that for
+too many open files, says nothing about the file: no reader may take it for a missing one."""
+
+
+def _refusal(request: HttpRequest, error: OSError) -> RefusedError:
+    kind = "unknown" if error.errno in _NOTHING_THERE else "busy"
+    return RefusedError(kind, f"{request.path:.200}: {error.strerror}")
 
 
 def _parts(path: str) -> list[bytes]:

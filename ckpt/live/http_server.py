@@ -10,11 +10,14 @@ Rules:
    reader may not yet have taken all bytes out of the system's buffers, not even at the end of the
    connection.
 4. An unexpected exception ends one connection, by an answer with status 500, and never the server.
+5. A request has one reading: a proxy in front of the server sees the same end of it. h11 is
+   generous, as RFC 9112 allows; `_check_head` is not.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import socket
 import ssl
 import sys
@@ -238,12 +241,44 @@ async def _request(connection: HttpConnection) -> HttpRequest:
 
 async def _event(connection: HttpConnection, deadline: float) -> object:
     parser = connection.parser
-    while (event := parser.next_event()) is h11.NEED_DATA:
+    while True:
+        if parser.their_state is h11.IDLE:
+            _check_head(parser.trailing_data[0])
+        if (event := parser.next_event()) is not h11.NEED_DATA:
+            break
         left = max(deadline - monotonic(), 0.001)
         parser.receive_data(await connection.wire.receive(_READ_BYTES, left))
     if isinstance(event, h11.ConnectionClosed):
         raise ConnectionResetError
     return event
+
+
+def _check_head(data: bytes) -> None:
+    """Raises RefusedError if the head of a request, or its part so far, can be read in two ways.
+
+    RFC 9112: bare line feeds (2.2), folded lines (5.2), two lengths of a body (6.1, 6.3). Also
+    bounds a head that has arrived at once, which h11 does not.
+    """
+    head, end, _ = data.partition(b"\r\n\r\n")
+    if len(head) > HEADER_BYTES:
+        raise RefusedError("header", f"the head of a request has at most {HEADER_BYTES} bytes")
+    if _BARE.search(head):
+        raise RefusedError("protocol", "a line of the request ends with LF alone, not with CR LF")
+    if b"\r\n " in head or b"\r\n\t" in head:
+        raise RefusedError("protocol", "a header of the request is folded over two lines")
+    if not end:
+        return
+    fields = [line.partition(b":")[::2] for line in head.lower().split(b"\r\n")[1:]]
+    lengths = [value for name, value in fields if name == b"content-length"]
+    has_coding = any(name == b"transfer-encoding" for name, _ in fields)
+    if len(lengths) + has_coding > 1 or any(b"," in value for value in lengths):
+        raise RefusedError("protocol", "the request tells the length of its body twice")
+    if has_coding:
+        text = "the request has a Transfer-Encoding: send its body with a Content-Length"
+        raise RefusedError("length", text)
+
+
+_BARE = re.compile(rb"(?<!\r)\n")
 
 
 def _read(connection: HttpConnection, event: h11.Request, body: bytes) -> HttpRequest:

@@ -62,6 +62,7 @@ STATUS: Mapping[str, int] = {
     "timeout": 408,
     "exists": 409,
     "gone": 410,
+    "length": 411,
     "large": 413,
     "range": 416,
     "header": 431,

@@ -1,4 +1,4 @@
-"""One connection of a server: bytes in and out of a non-blocking socket, each wait with a time-out.
+"""One connection of a server: bytes in and out of a non-blocking socket, each with a time-out.
 
 Rules:
 
@@ -6,6 +6,8 @@ Rules:
    calls, other connections have their turn.
 2. After `abort`, nothing more is sent, not even bytes that the system has buffered.
 3. An operation tries first and waits then, because TLS may have bytes that the socket has not.
+4. An operation has one time-out, however often it waits: the parts of a TLS record, or of the
+   agreement on keys, may come byte by byte.
 
 The event loop's own transports hide the progress of a `sendfile`, and so a reader that stalls.
 """
@@ -149,6 +151,7 @@ class Wire:
         is_write: bool = False,
         in_thread: bool = False,
     ) -> ResultT:
+        until = self._loop.time() + seconds
         while True:
             if self.is_closed:
                 raise ConnectionAbortedError
@@ -158,7 +161,7 @@ class Wire:
                 waits_to_write = True
             except _WANTS_READ as error:
                 waits_to_write = is_write and isinstance(error, BlockingIOError)
-            await self.ready(seconds, waits_to_write)
+            await self.ready(max(until - self._loop.time(), 0.0), waits_to_write)
 
     async def ready(self, seconds: float, to_write: bool = False) -> None:
         """Waits until the socket can be read, or written. Raises TimeoutError after `seconds`."""

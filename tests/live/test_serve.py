@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -17,14 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote, urlsplit
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.live.folder_app import _parts
+from ckpt.live.folder_app import FolderApp, _parts
+from ckpt.live.http_server import HttpConnection, HttpRequest
 from ckpt.live.protocol import RefusedError
 from ckpt.live.serve import ServeOptions
 from sharding.errors import ArgumentError
@@ -235,6 +237,20 @@ def test_no_descriptor_is_left_open(folder: Path) -> None:
             found.get(path, Range="bytes=5-1")
             found.ask("HEAD", path)
         until(lambda: descriptors_of(process.pid) == before)
+
+
+def test_a_server_without_descriptors_says_so_and_not_that_nothing_is_there(folder: Path) -> None:
+    app = FolderApp(folder, None)
+    request = HttpRequest("GET", "/empty", {}, {}, b"", cast(HttpConnection, None))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with (folder / "empty").open() as last:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (last.fileno(), limits[1]))
+        try:
+            with pytest.raises(RefusedError, match="open files") as told:
+                app._answer(request)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert told.value.status == 503
 
 
 def test_many_readers_get_the_same_bytes(folder: Path) -> None:
