@@ -138,8 +138,7 @@ class PieceTable:
         return len(self._pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRecord:
+class TensorRecord(NamedTuple):
     """One tensor of a checkpoint."""
 
     name: str

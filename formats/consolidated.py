@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 
 from formats import torch_save
 from formats.catalog import Catalog, Pieces, PieceTable, StoredPiece, TensorRecord
@@ -92,7 +91,7 @@ def _tensor(name: str, parts: Sequence[Catalog]) -> TensorRecord:
     for at, record in enumerate(records):
         lo = tuple(at * size if each == dim else 0 for each in range(len(shape)))
         pieces += _moved(record.pieces, lo)
-    return replace(first, shape=shape, pieces=PieceTable(pieces))
+    return first._replace(shape=shape, pieces=PieceTable(pieces))
 
 
 def _moved(pieces: Pieces, lo: tuple[int, ...]) -> list[StoredPiece]:

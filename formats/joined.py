@@ -91,7 +91,7 @@ def below(reader: Reader, folder: str, read: Callable[[Reader], Catalog]) -> Cat
     return replace(
         inner,
         tensors={
-            name: replace(record, pieces=_PiecesBelow(reader, folder, record.pieces))
+            name: record._replace(pieces=_PiecesBelow(reader, folder, record.pieces))
             for name, record in inner.tensors.items()
         },
         files=tuple(replace(file, name=f"{folder}/{file.name}") for file in inner.files),
@@ -118,7 +118,7 @@ def under(catalog: Catalog, place: str) -> Catalog:
     def named(leaf: Tree) -> Tree:
         return TensorRef(first[leaf.name]) if isinstance(leaf, TensorRef) else leaf
 
-    tensors = {name: replace(catalog.tensors[stored], name=name) for stored, name in first.items()}
+    tensors = {name: catalog.tensors[stored]._replace(name=name) for stored, name in first.items()}
     return replace(catalog, tensors=tensors, tree=map_tree(tree, named), aliases=aliases)
 
 
@@ -217,7 +217,7 @@ def _placed(catalog: Catalog, place: tuple[str, ...]) -> Catalog:
     return replace(
         catalog,
         tensors={
-            named(name): replace(record, name=named(name))
+            named(name): record._replace(name=named(name))
             for name, record in catalog.tensors.items()
         },
         tree=tree,

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from formats.catalog import Tree
 from formats.dtypes import DType
 from formats.errors import FormatError
 
 
-@dataclass(frozen=True, slots=True)
-class OutgoingTensor:
+class OutgoingTensor(NamedTuple):
     """One tensor to write."""
 
     name: str

@@ -225,7 +225,7 @@ class _Changed:
         if not isinstance(leaf, TensorRef):
             return {new: _Made((name,), None, None)}
         record = self.catalog.tensors[leaf.name]
-        return {new: _Made((name,), replace(record, name=new), leaf.name)}
+        return {new: _Made((name,), record._replace(name=new), leaf.name)}
 
     def _of_group(self, rule: Rule, texts: Texts, group: _Named) -> dict[str, _Made]:
         records: dict[tuple[int, Indices], TensorRecord] = {}
@@ -233,8 +233,8 @@ class _Changed:
         for name, member in group:
             ref = self.leaves[name]
             assert isinstance(ref, TensorRef)
-            records[member.part, member.indices] = replace(
-                self.catalog.tensors[ref.name], name=name
+            records[member.part, member.indices] = self.catalog.tensors[ref.name]._replace(
+                name=name
             )
             stored.append(ref.name)
         targets = Group(rule, texts, records, self.parameters).targets()

@@ -7,7 +7,7 @@ tensor becomes a `LoadItem`, a value becomes part of `Match.install`, and a mism
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from itertools import chain
 from warnings import warn
 
@@ -41,7 +41,7 @@ from ckpt.state.stateful import (
     identity,
     parameter_names,
 )
-from ckpt.state.tensor_kinds import check_mode, kind_problem, memory_problem
+from ckpt.state.tensor_kinds import ORDINARY, check_mode, kind_problem, memory_problem
 from ckpt.state.typed_values import is_plain_array, like_target
 from formats.catalog import TensorRef, join
 from formats.native.tree import ROOT
@@ -61,7 +61,6 @@ from sharding.layout import Mesh
 
 EXTRA_STATE = "_extra_state"
 """The last part of the name under which a module stores the result of `get_extra_state`."""
-LAZY = (UninitializedParameter, UninitializedBuffer)
 LEFT_OPEN = "is wanted by the module's load_state_dict() and was not given to it"
 NOT_TAKEN = (
     "is in the module's own state_dict() or in the checkpoint, and its load_state_dict() does not "
@@ -185,7 +184,7 @@ class _Matcher:
         module = names.module
         if module is None:  # positions
             return
-        every = [named for named in names.named if not isinstance(named.parameter, LAZY)]
+        every = [named for named in names.named if not _is_lazy(named.parameter)]
         for name, shape in chain.from_iterable(map(_shapes, every)):
             unfit = self._unfit_weight(join(module, name), shape)
             where = join(join(path, "state"), name)
@@ -237,7 +236,7 @@ class _Matcher:
             )
             return
         record = self._builder.saved.catalog.tensors[saved.name]
-        if unfit is not None and (isinstance(given, LAZY) or getattr(given, "is_nested", False)):
+        if unfit is not None and (_is_lazy(given) or getattr(given, "is_nested", False)):
             self._builder.differ(name, "structure", unfit)  # it has no shape
         elif record.shape != tuple(tensor.shape):
             self._builder.differ(
@@ -292,7 +291,6 @@ class _Matcher:
         return install
 
     def _module(self, module: nn.Module, path: str) -> Installer:
-        own = {identity(t) for t in (*module.parameters(), *module.buffers())}
         with call_of("state_dict", path):
             entries: Mapping[str, object] = describe_module(module)
         versions = self._versions_at(path, versions_of(entries))
@@ -310,22 +308,21 @@ class _Matcher:
         resizing = set(_resizing(module, clean)) if is_customised else set()
         if self._builder.saved.leaves.get(path) == {}:
             self._builder.used.add(path)  # of a module without entries
-        aliases_only = True
         steps: dict[str, Installer] = {}
         for key, value in known.items():
             if key.rpartition(".")[2] == EXTRA_STATE:
                 steps[key] = self._builder.anything(value, join(path, key))
             elif isinstance(value, torch.Tensor) and (
-                isinstance(value, LAZY) or key.removesuffix(key.rpartition(".")[2]) in resizing
+                _is_lazy(value)
+                or (resizing and key.removesuffix(key.rpartition(".")[2]) in resizing)
             ):
                 if (step := self._resized(value, join(path, key))) is not None:
                     steps[key] = step
             else:
                 steps[key] = self.walk(value, join(path, key))
-            is_tensor = isinstance(value, torch.Tensor) and identity(value) in own
-            aliases_only &= is_tensor or isinstance(value, LocalPart)
         # the reads fill the parameters and buffers themselves
-        if (aliases_only and not is_customised) or not self._builder.chooses(path):
+        is_filled = not is_customised and _are_aliases(known.values(), module)
+        if is_filled or not self._builder.chooses(path):
             return lambda: module
         self.installs = True
         original = state_dict_keys(module)
@@ -408,7 +405,7 @@ class _Matcher:
         Returns None for a lazy tensor that is not loaded.
         """
         saved = self._builder.saved.leaves.get(name, MISSING)
-        is_lazy = isinstance(given, LAZY)
+        is_lazy = _is_lazy(given)
         if name not in self._builder.selection or not isinstance(saved, TensorRef):
             self._tensor(given, name)
             return None if is_lazy else lambda: given
@@ -512,6 +509,13 @@ def _unfit(given: TensorLike) -> str | None:
     return None if found is None else f"the target cannot be filled; {found}"
 
 
+def _is_lazy(given: object) -> bool:
+    """Whether a tensor has no shape before its module runs."""
+    return type(given) not in ORDINARY and isinstance(
+        given, UninitializedParameter | UninitializedBuffer
+    )
+
+
 def _customised(module: nn.Module) -> bool:
     """Whether loading does more than copy: a user's hook or an overridden method runs.
 
@@ -538,6 +542,15 @@ def _resizing(module: nn.Module, clean: CleanNames) -> Iterator[str]:
     for path, part in module.named_modules(remove_duplicate=False):
         if str(type(part)._load_from_state_dict.__module__).startswith("torch.ao.quantization."):
             yield clean.prefix(path)
+
+
+def _are_aliases(values: Iterable[object], module: nn.Module) -> bool:
+    """Whether all values are parts, or have the memory of parameters and buffers of a module."""
+    own = (*module.parameters(), *module.buffers())
+    same = set(map(id, own))
+    others = [v for v in values if id(v) not in same and not isinstance(v, LocalPart)]
+    known = {identity(tensor) for tensor in own} if others else set()
+    return all(isinstance(value, torch.Tensor) and identity(value) in known for value in others)
 
 
 def _taken(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:

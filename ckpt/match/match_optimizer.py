@@ -170,7 +170,7 @@ class _OptimizerMatch:
         for group in self.optimizer.param_groups:
             last = first + len(group["params"])
             options = {key: value for key, value in group.items() if key != "params"}
-            groups.append({**options, "params": list(range(first, last))})
+            groups.append({**options, "params": Positions(range(first, last))})
             members.append([name for named in self.named[first:last] for name in named.names])
             first = last
         if not self.builder.chooses(where):
@@ -407,6 +407,22 @@ class _OptimizerMatch:
 
 def _nothing() -> None:
     """Installs no state of a parameter."""
+
+
+class Positions(list[int]):
+    """The numbers of a group's parameters, one after the other.
+
+    For each entry of the state, torch's `load_state_dict` looks for the number of its parameter in
+    each group. In a plain list, that takes a time that grows with the square of the parameters.
+
+    >>> positions = Positions([3, 4, 5])
+    >>> 4 in positions, 2 in positions, 6 in positions, "4" in positions
+    (True, False, False, False)
+    """
+
+    def __contains__(self, number: object) -> bool:
+        at = number - self[0] if type(number) is int and self else -1
+        return (0 <= at < len(self) and self[at] == number) or super().__contains__(number)
 
 
 def _has(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import gcd
+from operator import le
 from typing import NamedTuple
 
 import numpy as np
@@ -76,6 +77,9 @@ def shared_memory(
     named: dict[str, LoadItem] = {}
     pairs = [pair for pair in ties if pair[0].source != pair[1].source]
     overlaps: list[tuple[LoadItem, LoadItem]] = []
+    items = [*items]
+    if not copied and _lie_apart(targets[item.target].local for item in items):
+        items = ()
     for item in items:
         local, array = targets[item.target].local, copied.get(item.target)
         if type(local) is not torch.Tensor or local.numel() == 0 or local.is_meta:
@@ -101,6 +105,23 @@ def shared_memory(
             found.refused.append(_of_a_copy(mine.name, pair[pair[0] is mine].name))
     found.groups.extend(_groups(pairs))
     return found
+
+
+def _lie_apart(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether tensors are contiguous and have no byte in common, as those of nearly all targets.
+
+    If not, they may be of two devices that use the same addresses.
+    """
+    begins: list[int] = []
+    ends: list[int] = []
+    for tensor in tensors:
+        if type(tensor) is not torch.Tensor or not tensor.is_contiguous():
+            return False
+        begins.append(begin := tensor.data_ptr())
+        ends.append(begin + tensor.nbytes)
+    begins.sort()
+    ends.sort()
+    return all(map(le, ends, begins[1:]))
 
 
 def _of_one_place(name: str, shape: Sequence[int], strides: Sequence[int]) -> Difference:

@@ -25,7 +25,10 @@ def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
     """Yields each leaf with its name. Empty containers and lists without tensors are leaves."""
     if isinstance(tree, dict) and tree:
         for key, item in tree.items():
-            yield from leaves(item, join(path, key))
+            if type(item) is TensorRef:
+                yield join(path, key), item  # without a generator of its own
+            else:
+                yield from leaves(item, join(path, key))
     elif isinstance(tree, list | tuple) and holds_tensor(tree):
         for index, item in enumerate(tree):
             yield from leaves(item, join(path, index))

@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 
 from ckpt.errors import StateError
 from ckpt.state.refusals import shown
-from ckpt.state.subclass_state import inner_of, plain, taken_apart
+from ckpt.state.subclass_state import ORDINARY, inner_of, plain, taken_apart
 from formats.catalog import join
 from sharding.describe.describing import (
     CleanNames,
@@ -305,7 +305,10 @@ def _by_its_tensors(state: object, instead: Callable[[Any, str], Any], where: st
     """Returns the state of one parameter, with `instead` of tensors that wrap others (rule 4)."""
     if not isinstance(state, Mapping):
         return state
-    if type(state) is dict and all(inner_of(value) is None for value in state.values()):
+    if type(state) is dict and (
+        ORDINARY.issuperset(map(type, state.values()))
+        or all(inner_of(value) is None for value in state.values())
+    ):
         return state
     return {key: instead(value, f"{where}[{key!r}]") for key, value in state.items()}
 

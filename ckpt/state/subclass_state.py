@@ -29,7 +29,7 @@ from sharding.describe.dtensor import describe
 from sharding.describe.local_part import LocalPart
 from sharding.layout import Layout, Mesh
 
-ORDINARY = (torch.Tensor, torch.nn.Parameter, type(None))
+ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 """Classes whose tensors wrap no other tensors."""
 _OF_DISTRIBUTED: set[type] = set()
 """The classes of torch.distributed that values have had so far."""
@@ -144,7 +144,7 @@ def put_together(nest: Any) -> Any:
         return [put_together(item) for item in nest]
     if not isinstance(nest, dict):
         return nest
-    found = {key: put_together(item) for key, item in nest.items()}
+    found = {k: put_together(v) if isinstance(v, dict | list) else v for k, v in nest.items()}
     if CLASS not in found:
         return found
     shape, stride = torch.Size(found["shape"]), tuple(found["stride"])
@@ -158,10 +158,9 @@ def unknown_classes(nest: object) -> Iterator[str]:
         name = nest.get(CLASS)
         if name is not None and _class_named(name) is None:
             yield str(name)
-        for item in nest.values():
-            yield from unknown_classes(item)
-    elif isinstance(nest, list | tuple):
-        for item in nest:
+        nest = [*nest.values()]
+    for item in nest if isinstance(nest, list | tuple) else ():
+        if isinstance(item, Mapping | list | tuple):
             yield from unknown_classes(item)
 
 

@@ -11,16 +11,14 @@ Rules:
 from __future__ import annotations
 
 import torch
-from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpt.errors import StateError
 from ckpt.state.subclass_state import is_composed
+from sharding.describe.dtensor import ORDINARY as ORDINARY
 from sharding.describe.sharded_tensor import is_sharded
 
-ORDINARY = (torch.Tensor, nn.Parameter)
-"""Types whose tensors have only memory."""
 _PYTHON = torch._C.DispatchKey.Python
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _KINDS = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from mmap import mmap
@@ -38,7 +37,7 @@ def streamed(copier: FileCopier, tensors: Sequence[OutgoingTensor]) -> list[Outg
                 return
             yield held.pop()[1]
 
-    return [replace(one, blocks=partial(stream, at)) for at, one in enumerate(tensors)]
+    return [one._replace(blocks=partial(stream, at)) for at, one in enumerate(tensors)]
 
 
 def memory_bytes_of(copier: FileCopier) -> int:

@@ -333,7 +333,9 @@ class RangeReader:
         if first < 0 or chunks is None or not self._sums.verify:
             return
         extent, name = one.request.extent, one.request.name
-        for lo, hi in self._share.runs(name, chunks, first, len(stored)):
+        is_divided = self._share is not NOTHING_SHARED
+        runs = self._share.runs(name, chunks, first, len(stored)) if is_divided else None
+        for lo, hi in runs or ((0, len(stored)),):
             index = first + lo // chunks.chunk_bytes
             while (wrong := chunks.wrong(index, stored[lo:hi])) is not None:
                 chunk = chunks[wrong]

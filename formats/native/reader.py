@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import replace
 from math import prod
+from typing import TypeAlias
 
 from formats.catalog import Catalog, FileRecord, StoredPiece, TensorRecord
 from formats.errors import CorruptError, FormatError
@@ -27,7 +28,7 @@ from formats.native.shard import RECORD, open_shard
 from formats.safetensors.header import Header
 from formats.storage import LOCAL_READ_BYTES, Reader
 from formats.threads import Pool
-from sharding.layout import Box, Piece, row_major
+from sharding.layout import Box, Piece, Shape, row_major
 
 OPENERS = 8
 """The largest number of files that are opened at the same time on a server."""
@@ -166,20 +167,23 @@ class Shards:
         return NativePieces(self, name, places)
 
 
+_Held: TypeAlias = tuple[int, Expected, tuple[Piece, ...]]
+
+
 class Places:
     """The places of pieces by their layout, computed once for all tensors of one layout."""
 
     def __init__(self, stored: StoredTensor) -> None:
         self.stored = stored
         self._expected: dict[Expected, Expected] = {}
-        self._found: dict[Box, tuple[tuple[int, Expected, tuple[Piece, ...]], ...]] = {}
+        self._found: dict[tuple[Shape, Shape], tuple[_Held, ...]] = {}
 
-    def of(self, box: Box) -> tuple[tuple[int, Expected, tuple[Piece, ...]], ...]:
+    def of(self, box: Box) -> tuple[_Held, ...]:
         """Returns the ranks that hold parts of a box, with the expected parts and the pieces."""
-        found = self._found.get(box)
+        found = self._found.get((box.lo, box.hi))  # a box takes longer to hash
         if found is None:
             layout = self.stored.layout
-            found = self._found[box] = tuple(
+            found = self._found[box.lo, box.hi] = tuple(
                 (rank, self.expected(rank), tuple(p for p in layout.pieces(rank) if p.box & box))
                 for rank in layout.holders(box)
             )

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from formats.catalog import (
     Catalog,
@@ -127,7 +127,7 @@ def plan_tensors(
     All names begin with `start`, which they lose in the file.
     """
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-    named = [replace(tensor, name=tensor.name.removeprefix(start)) for tensor in ordered]
+    named = [tensor._replace(name=tensor.name.removeprefix(start)) for tensor in ordered]
     tied = {a.removeprefix(start): b.removeprefix(start) for a, b in aliases.items()}
     header, _ = build(
         [(t.name, *labelled(t.dtype, t.shape), t.nbytes) for t in named],

@@ -386,4 +386,4 @@ def _tensor(name: str, found: list[tuple[str, TensorRecord, Box]]) -> TensorReco
         for record, box in placed
         for stored in record.pieces
     ]
-    return replace(first, shape=shape, pieces=PieceTable(pieces))
+    return first._replace(shape=shape, pieces=PieceTable(pieces))

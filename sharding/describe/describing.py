@@ -64,7 +64,7 @@ def describe(tensor: TensorLike, name: str, world: Mesh) -> tuple[torch.Tensor, 
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         check_holds(name, tensor.local, tensor.layout, rank)
         return tensor.local, tensor.layout
-    if sharded_tensor.is_sharded(tensor):
+    if type(tensor) not in dtensor.ORDINARY and sharded_tensor.is_sharded(tensor):
         return sharded_tensor.describe(tensor, name)
     return dtensor.describe(tensor, name, world)
 

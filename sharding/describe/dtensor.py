@@ -52,9 +52,13 @@ if TYPE_CHECKING:
 MAX_KNOWN = 1 << 14
 """The most layouts that are kept: models have many tensors and few shapes."""
 
+ORDINARY = (torch.Tensor, torch.nn.Parameter)
+"""The types of nearly all tensors: of neither a wrapper, nor a DTensor, nor a ShardedTensor."""
 _REPLICATED = (Replicate(),)
 _known: dict[tuple[int, tuple[int, ...], tuple[Placement, ...]], Layout] = {}
 """Layouts by the identity of the mesh (which the layout keeps alive), shape and placements."""
+_replicas: dict[tuple[int, torch.Size], Layout] = {}
+"""Layouts of plain tensors, by mesh and shape alone: the hash of placements takes longer."""
 _meshes: WeakKeyDictionary[DeviceMesh, _Meshes] = WeakKeyDictionary()
 _sorted: WeakKeyDictionary[ProcessGroup, bool] = WeakKeyDictionary()
 """Whether a group's ranks ascend."""
@@ -108,8 +112,8 @@ def describe(tensor: torch.Tensor, name: str, world: Mesh) -> tuple[torch.Tensor
     >>> tuple(local.shape), str(layout)
     ((2, 3), 'world:4=R')
     """
-    if not _is_dtensor(tensor):
-        return tensor.detach(), _known_layout(tuple(tensor.shape), world, _REPLICATED)
+    if type(tensor) in ORDINARY or not _is_dtensor(tensor):
+        return tensor.detach(), _replicated(tensor.shape, world)
     known = _of_spec(tensor, name)
     local = tensor._local_tensor
     if type(local) is not torch.Tensor:
@@ -230,6 +234,17 @@ def zeros_placed_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _replicated(shape: torch.Size, world: Mesh) -> Layout:
+    """Returns the layout of a tensor that all ranks of `world` have: always the same object."""
+    layout = _replicas.get((id(world), shape))
+    if layout is None:
+        if len(_replicas) >= MAX_KNOWN:
+            _replicas.clear()
+        layout = _known_layout(tuple(shape), world, _REPLICATED)
+        _replicas[id(world), shape] = layout
+    return layout
 
 
 def _known_layout(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> Layout:

@@ -262,7 +262,7 @@ def test_an_error_shows_a_few_names_and_how_many_more_and_has_all_of_them() -> N
 
 def test_tensors_of_two_dtypes_do_not_become_one() -> None:
     catalog, _ = catalog_of({"a": numbered(4), "b": numbered(4)})
-    other = replace(catalog.tensors["b"], dtype=BY_NAME["F64"])
+    other = catalog.tensors["b"]._replace(dtype=BY_NAME["F64"])
     catalog = replace(catalog, tensors={**catalog.tensors, "b": other})
     text = '[[rule]]\nfrom = ["a", "b"]\nto = "c"\nrearrange = "* -> *"'
     with pytest.raises(ArgumentError, match=r"a is int64 and b is float64; tensors of one rule"):
