@@ -123,7 +123,7 @@ def _own(held: Mapping[str, StoredTensor], tensors: Mapping[str, StoredTensor], 
     table_bytes = sum(-(-p.nbytes // CHUNK_BYTES) for p in parts) * RECORD.size
     entries.append((TABLE, "U8", (table_bytes,), table_bytes))
     metadata = {"format": "pt", "ckpt.chunk_bytes": str(CHUNK_BYTES), "ckpt.codec": "raw"}
-    return Saved(tensors, parts, build(entries, metadata, align=ALIGN)[0], table_bytes)
+    return Saved(tensors, parts, build(entries, metadata, align=ALIGN), table_bytes)
 
 
 def manifest_of(described: StateSpec, tensors: Mapping[str, StoredTensor], ranks: int) -> Manifest:

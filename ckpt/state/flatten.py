@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -18,8 +18,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.errors import StateError
-from ckpt.state.known_nests import Described, KnownNest, KnownTies, Unchanged, known
-from ckpt.state.known_nests import Leaf as Leaf
 from ckpt.state.local_states import by_parameters
 from ckpt.state.memory import torch_can_share
 from ckpt.state.refusals import instead_of, instead_of_array, instead_of_key, shown
@@ -37,7 +35,14 @@ from ckpt.state.stateful import (
     packed_state,
     parameter_names,
 )
-from ckpt.state.tensor_kinds import ORDINARY, awaited, check_mode, kind_problem, memory_problem
+from ckpt.state.tensor_kinds import (
+    ORDINARY,
+    address_of,
+    awaited,
+    check_mode,
+    kind_problem,
+    memory_problem,
+)
 from ckpt.state.typed_values import OF_TYPE, Kind, is_number, is_plain_array, typed
 from formats.catalog import Key, TensorRef, Tree, TypedValue, join
 from formats.dtypes import DType, dtype_of_torch
@@ -53,7 +58,7 @@ from sharding.describe.describing import (
     part_of,
     versions_of,
 )
-from sharding.describe.dtensor import described_before
+from sharding.describe.dtensor import described_before, replicated
 from sharding.describe.local_part import LocalPart
 from sharding.layout import Layout, Mesh, is_dense
 
@@ -70,6 +75,17 @@ SPREAD = (torch.Tensor, LocalPart)
 _DTYPES: dict[torch.dtype, DType] = {}
 RESERVED = (*OWN_ENTRIES, METADATA_KEY)
 """Names that shard files need for their own entries."""
+
+
+class Leaf(NamedTuple):
+    """One tensor of a state on this rank."""
+
+    name: str
+    dtype: DType
+    local: torch.Tensor
+    layout: Layout
+    given: TensorLike
+    """The tensor itself, as the state has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,63 +110,68 @@ def flatten(state: object, world: Mesh) -> FlatState:
     Raises StateError with the key path of a value that cannot be stored, or of two entries with the
     same name.
     """
-    global _known
     check_mode()
-    walk = _Flattener(world, parameter_names(state), _known)
-    flat = walk.run(state)
-    if flat is None:  # without known nests the error has the paths
-        walk = _Flattener(world, parameter_names(state), {})
+    names = parameter_names(state)
+    flat = _Flattener(world, names).run(state)
+    if flat is None:
+        walk = _Flattener(world, names, {})  # its error has the paths
         flat = walk.run(state)
         if flat is None:
-            [(twice, _)] = Counter(walk.found.names).most_common(1)
+            [(twice, _)] = Counter(walk.names).most_common(1)
             raise StateError(f"two entries of the state have the name {twice!r}; rename a key")
-    _known = walk.known
     return flat
-
-
-_known: Mapping[str, KnownNest] = {}
-"""The modules and optimizers of the state that was described last, by name."""
 
 
 class _Flattener:
     def __init__(
-        self, world: Mesh, names: ParameterNames, known_before: Mapping[str, KnownNest]
+        self,
+        world: Mesh,
+        parameters: ParameterNames,
+        paths: dict[str, tuple[object, ...]] | None = None,
     ) -> None:
+        """With `paths`, of tensors by name, each name is checked as soon as it is found."""
         self._world = world
+        self._parameters = parameters
+        self._paths = paths
         self._name_chars = current().name_chars
-        self._parameters = names
-        self._known_before = known_before
-        self.known: dict[str, KnownNest] = {}
-        """Nests of this state, for the next save; no two of them share a tensor."""
-        self._ties = KnownTies()
-        self.found = Described({}, {}, [], {}, {}, {})
-        self._leaves, self._aliases, self._names, self._at, self._seen, self._strides = self.found
+        self.names: list[str] = []
+        """The names of all leaves, as `ckpt.state.saved.leaves` yields them."""
+        self._leaves: dict[str, Leaf] = {}
+        self._aliases: dict[str, str] = {}
+        self._at: dict[int, str] = {}
+        """The first name of the tensor at each address."""
+        self._seen: dict[object, str] = {}
+        """The first name of each tensor, by its `identity`."""
+        self._strides: dict[str, tuple[int, ...]] = {}
         self._optimizers: dict[str, str | None] = {}
         self._versions: dict[str, Mapping[str, int]] = {}
-        self._paths: dict[str, tuple[object, ...]] = {}
         self._keep: list[object] = []
         self._tensors = 0
         """The number of leaves that are tensors."""
 
     def run(self, state: object) -> FlatState | None:
-        """Returns the flat state; None if two entries have one name."""
+        """Returns the flat state; None if two entries have one name, or a name is not allowed."""
         tree = self._walk(state, (), "")
-        if len(set(self._names)) != len(self._names):
+        if len(set(self.names)) != len(self.names):
             return None
         leaves, aliases, strides = self._leaves, self._aliases, self._strides
+        if self._paths is None and not _are_names((*leaves, *aliases), self._name_chars):
+            return None
         return FlatState(leaves, aliases, tree, strides, self._optimizers, self._versions)
 
     def _walk(self, node: object, path: tuple[object, ...], name: str) -> Tree:
         kind = type(node)
+        if kind in ORDINARY:
+            return self._ordinary(node, path, name or ROOT)  # type: ignore[arg-type]
         if kind in PLAIN:
-            self._names.append(name)
+            self.names.append(name)
             return node  # type: ignore[return-value]
         if isinstance(node, SPREAD):
             return self._tensor(node, path, name or ROOT)
         if len(path) > MAX_DEPTH:
             raise StateError(f"{shown(path[:8])}...: nests deeper than {MAX_DEPTH}: a cycle?")
         if kind is int:
-            self._names.append(name)
+            self.names.append(name)
             return _integer(node, path)  # type: ignore[arg-type]
         if kind in DICTS and isinstance(node, Mapping):
             if kind is OrderedDict and (versions := versions_of(node)) is not None:
@@ -163,7 +184,7 @@ class _Flattener:
                 entries = describe_module(node)
             if (versions := versions_of(entries)) is not None:
                 self._versions[name] = versions
-            return self._nest(entries, path, name)
+            return self._dict(entries, path, name)
         if isinstance(node, Optimizer):
             return self._optimizer(node, path, name)
         if isinstance(node, np.ndarray):
@@ -173,7 +194,7 @@ class _Flattener:
         if kind in OF_TYPE:
             return self._typed(OF_TYPE[kind], node, path, name)
         if isinstance(node, np.str_ | np.bytes_ | torch.dtype):
-            self._names.append(name)
+            self.names.append(name)
             # numpy's `item()` drops the end of a text as padding
             return _dtype_of(node, path) if isinstance(node, torch.dtype) else node[:]
         if _is_object(node):
@@ -200,45 +221,13 @@ class _Flattener:
         named, module, _ = self._parameters.of(node)
         if named:
             self._optimizers[name] = module
-        entries = optimizer_entries(packed, named, shown(path))
-        state = join(name, "state")
-        kept: Any = entries.pop("state")
-        return {
-            "state": self._nest(kept, (*path, "state"), state),
-            **self._dict(entries, path, name),
-        }
-
-    def _nest(self, node: Mapping[Any, Any], path: tuple[object, ...], name: str) -> Tree:
-        """Returns the tree of a nest, which may be known from the last state."""
-        before = self._known_before.get(name)
-        same = None if before is None else before.unchanged(node, self._world, self._name_chars)
-        if before is None or same is None or not self._add(before, same):
-            start = len(self._names)
-            tree: Tree = self._dict(node, path, name)
-            names = self._names[start:]
-            before = known(node, self._world, self._name_chars, self.found, names, tree)
-        else:
-            tree = same.tree
-        if before is not None:
-            self.known[name] = before
-        return tree
-
-    def _add(self, nest: KnownNest, found: Unchanged) -> bool:
-        """Takes over an unchanged nest; returns False if one of its tensors came before."""
-        if not self._ties.add(nest, found.given, self.found):
-            return False
-        self._leaves.update(found.leaves)
-        self._aliases.update(nest.ties.aliases)
-        self._strides.update(nest.strides)
-        self._names.extend(nest.names)
-        self._tensors += len(found.given)
-        return True
+        return self._dict(optimizer_entries(packed, named, shown(path)), path, name)
 
     def _dict(
         self, node: Mapping[Any, object], path: tuple[object, ...], name: str
     ) -> dict[Any, Tree]:
         if not node:
-            self._names.append(name)
+            self.names.append(name)
         prefix = f"{name}." if name else ""
         walk, entries = self._walk, by_parameters(node)
         return {
@@ -250,9 +239,9 @@ class _Flattener:
 
     def _typed(self, kind: Kind, node: object, path: tuple[object, ...], name: str) -> TypedValue:
         given = enumerate(kind.parts(node))
-        before = len(self._names)
+        before = len(self.names)
         parts = [self._walk(part, (*path, at), name) for at, part in given]
-        self._names[before:] = [name]
+        self.names[before:] = [name]
         if any(map(holds_tensor, parts)):
             raise StateError(
                 f"{shown(path)}: a {kind.name} with tensors in it cannot be stored; store list() "
@@ -261,22 +250,38 @@ class _Flattener:
         return typed(kind, parts)
 
     def _items(self, node: Sequence[object], path: tuple[object, ...], name: str) -> Tree:
-        names, tensors = len(self._names), self._tensors
+        names, tensors = len(self.names), self._tensors
         items = [
             self._walk(item, (*path, index), join(name, index)) for index, item in enumerate(node)
         ]
         if self._tensors == tensors:  # without tensors, the list is one leaf
-            self._names[names:] = [name]
+            self.names[names:] = [name]
         return items if type(node) is list else tuple(items)
 
+    def _ordinary(self, given: torch.Tensor, path: tuple[object, ...], name: str) -> TensorRef:
+        """Describes a tensor of an ordinary type: `_tensor` in short, for nearly all tensors."""
+        address, dtype = address_of(given), _DTYPES.get(given.dtype)
+        if not address or dtype is None or self._paths is not None or part_of(given) is not None:
+            return self._tensor(given, path, name)
+        if self._at.setdefault(address, name) is not name:
+            return self._tensor(given, path, name)
+        self.names.append(name)
+        self._tensors += 1
+        local = given.detach() if given.requires_grad else given
+        self._leaves[name] = Leaf(name, dtype, local, replicated(given.shape, self._world), given)
+        return TensorRef(name)
+
     def _tensor(self, given: TensorLike, path: tuple[object, ...], name: str) -> TensorRef:
-        self._claim(name, path)
+        self.names.append(name)
+        self._tensors += 1
+        if self._paths is not None:
+            self._check_name(name, path, self._paths)
         before = None if type(given) in ORDINARY else described_before(given)
         if before is not None:
             local, layout = before
-            if (problem := memory_problem(local)) is not None:
+            if not address_of(local) and (problem := memory_problem(local)) is not None:
                 raise StateError(f"{shown(path)}: {problem}")
-            first = self._seen.setdefault(id(given), self._ties.seen(id(given)) or name)
+            first = self._seen.setdefault(id(given), name)
         else:
             local, layout, given = self._described(given, path, name)
             first = self._first_name(given, name)
@@ -311,24 +316,23 @@ class _Flattener:
         if has_address(tensor):
             # Most tensors are alone at their address, and need no other comparison.
             address = tensor.data_ptr()
-            other = self._at.setdefault(address, self._ties.at(address) or name)
+            other = self._at.setdefault(address, name)
             if other is name:
                 return name
             self._seen.setdefault(identity(self._leaves[other].given), other)
-        key = identity(tensor)
-        return self._seen.setdefault(key, self._ties.seen(key) or name)
+        return self._seen.setdefault(identity(tensor), name)
 
-    def _claim(self, name: str, path: tuple[object, ...]) -> None:
-        self._names.append(name)
-        self._tensors += 1
-        if name in RESERVED or not (name.isascii() or _is_text(name)):
+    def _check_name(
+        self, name: str, path: tuple[object, ...], paths: dict[str, tuple[object, ...]]
+    ) -> None:
+        if name in RESERVED or not _is_text(name):
             raise StateError(f"{shown(path)}: no tensor can have the name {name!r}; rename a key")
         if len(name) > self._name_chars:
             raise StateError(
                 f"{shown(path[:8])}: a name of {len(name)} characters, {self._name_chars} can be "
                 "read back; use shorter keys"
             )
-        other = self._paths.setdefault(name, path)
+        other = paths.setdefault(name, path)
         if other is not path and other != path:
             raise _same_name(other, path, name)
 
@@ -389,10 +393,15 @@ def _integer(value: int, path: tuple[object, ...]) -> int:
     return value
 
 
+def _are_names(names: Sequence[str], most_chars: int) -> bool:
+    """Whether tensors can have these names."""
+    is_short = max(map(len, names), default=0) <= most_chars
+    return is_short and not {*RESERVED}.intersection(names) and _is_text("\n".join(names))
+
+
 def _is_text(name: str) -> bool:
     """False for half a surrogate pair, which no file can hold."""
     try:
-        name.encode()
+        return name.isascii() or bool(name.encode())
     except UnicodeEncodeError:
         return False
-    return True

@@ -79,6 +79,20 @@ def kind_problem(tensor: torch.Tensor) -> str | None:
     return None
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    """Returns the address of a dense tensor that has all its elements in order; 0 in any doubt."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        return 0
+    try:
+        nbytes, held_bytes = tensor.nbytes, tensor.untyped_storage().nbytes()
+        reach = tensor.storage_offset() * tensor.itemsize + nbytes
+        if nbytes and held_bytes >= reach and tensor.is_contiguous():
+            return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):  # torch's, for a tensor without a storage
+        pass
+    return 0
+
+
 def memory_problem(local: torch.Tensor) -> str | None:
     """Returns why a tensor's memory lacks elements, with advice; None if it has them all."""
     count = local.numel()

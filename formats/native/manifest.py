@@ -144,14 +144,19 @@ def dump(manifest: Manifest) -> bytes:
     """Returns the bytes of `manifest.json`. Equal manifests have equal bytes."""
     meshes: dict[Mesh, int] = {}
     layouts: dict[tuple[int, tuple[Placement, ...]], int] = {}
+    nodes: dict[int, Json] = {}  # by the identity of a description, which many tensors share
 
     def tensor(name: str, ref: TensorRef) -> Json:
         if name != ref.name:
             return {"$alias": ref.name}
         stored = manifest.tensors[name]
-        mesh = meshes.setdefault(stored.layout.mesh, len(meshes))
-        layout = layouts.setdefault((mesh, stored.layout.placements), len(layouts))
-        return {"$tensor": [stored.dtype.name, list(stored.shape), layout]}
+        node = nodes.get(id(stored))
+        if node is None:
+            mesh = meshes.setdefault(stored.layout.mesh, len(meshes))
+            layout = layouts.setdefault((mesh, stored.layout.placements), len(layouts))
+            node = {"$tensor": [stored.dtype.name, list(stored.shape), layout]}
+            nodes[id(stored)] = node
+        return node
 
     state = _compact(encode(manifest.tree, tensor))
     bases: list[Json] = [None if base is None else _base_json(base) for base in manifest.bases]

@@ -139,9 +139,8 @@ def raw_header(ordered: Sequence[Sized]) -> tuple[bytes, int]:
         raise FormatError(f"{taken[0]}: this name is taken; give the tensor another one")
     entries = [(t.name, t.dtype.carrier, t.dtype.carrier_shape(t.shape), t.nbytes) for t in ordered]
     chunk_bytes = chunk_bytes_of("raw")
-    table = table_entry(sum(-(-t.nbytes // chunk_bytes) for t in ordered))
-    header, _ = build([*entries, table], metadata_of("raw"), align=ALIGN)
-    return header, table[-1]
+    table = table_entry(sum(-(-nbytes // chunk_bytes) for *_, nbytes in entries))
+    return build([*entries, table], metadata_of("raw"), align=ALIGN), table[-1]
 
 
 def records_of(run: memoryview, chunk_bytes: int) -> list[bytes]:
@@ -310,7 +309,7 @@ def _reserved_header(tensors: Sequence[OutgoingTensor], codec: str) -> bytes:
     sizes = ((DELTAS, DELTA.size), (BORROWED, RUN.size), (TABLE, RECORD.size))
     tail = [(name, sum(chunks) * size) for name, size in sizes]
     entries += [(name, "U8", (nbytes,), nbytes) for name, nbytes in tail]
-    longest, _ = build(entries, metadata_of(codec, chunks))
+    longest = build(entries, metadata_of(codec, chunks))
     # An entry that becomes U8 of one dimension may have one or two more digits than its shape.
     length = len(longest) + SPARE_BYTES * len(tensors)
     return bytes(length + -length % ALIGN)
@@ -384,7 +383,7 @@ class _Body:
         entries += [(name, "U8", (len(data),), len(data)) for name, data in before.items()]
         entries.append(table_entry(len(self.records)))
         metadata = metadata_of(self._codec, self._counts if before else ())
-        header, _ = build(entries, metadata, align=ALIGN, reserve_bytes=reserved)
+        header = build(entries, metadata, align=ALIGN, reserve_bytes=reserved)
         return header, b"".join(before.values())
 
 

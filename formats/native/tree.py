@@ -48,19 +48,20 @@ def encode(tree: Tree, tensor: Callable[[str, TensorRef], Json], path: str = "")
 
     `name` is the tensor's name at its place, `ref.name` its stored name.
     """
+    if isinstance(tree, TensorRef):
+        return tensor(path or ROOT, tree)
     if tree is None or isinstance(tree, bool | int | str):
         return tree
     if isinstance(tree, float):
         return tree if math.isfinite(tree) else {"$float": str(tree)}
-    if isinstance(tree, TensorRef):
-        return tensor(path or ROOT, tree)
     if isinstance(tree, list):
         return [encode(item, tensor, join(path, i)) for i, item in enumerate(tree)]
     if isinstance(tree, tuple):
         return {"$tuple": [encode(item, tensor, join(path, i)) for i, item in enumerate(tree)]}
     if isinstance(tree, dict):
         if all(isinstance(key, str) for key in tree) and not _looks_tagged(tree):
-            return {str(k): encode(item, tensor, join(path, k)) for k, item in tree.items()}
+            prefix = f"{path}." if path else ""
+            return {str(k): encode(item, tensor, f"{prefix}{k}") for k, item in tree.items()}
         pairs: list[Json] = [
             [encode_value(k), encode(item, tensor, join(path, k))] for k, item in tree.items()
         ]

@@ -129,7 +129,7 @@ def plan_tensors(
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     named = [tensor._replace(name=tensor.name.removeprefix(start)) for tensor in ordered]
     tied = {a.removeprefix(start): b.removeprefix(start) for a, b in aliases.items()}
-    header, _ = build(
+    header = build(
         [(t.name, *labelled(t.dtype, t.shape), t.nbytes) for t in named],
         _metadata(named, tied if start else aliases, metadata),
     )

@@ -129,7 +129,7 @@ def parse(data: bytes, file: str, file_size: int | None = None) -> Header:
         UnsupportedError: a dtype is unknown.
         FormatError: the header breaks another rule.
 
-    >>> data, _ = build([("w", "F32", (2, 3), 24)], {})
+    >>> data = build([("w", "F32", (2, 3), 24)], {})
     >>> parse(data, "model.safetensors", len(data) + 24).entries["w"]
     Entry(name='w', dtype='F32', shape=(2, 3), begin=0, end=24)
     """
@@ -155,8 +155,8 @@ def build(
     metadata: Mapping[str, str],
     align: int = 8,
     reserve_bytes: int = 0,
-) -> tuple[bytes, Header]:
-    """Returns the 8-byte length and the header of a file, and the same as a `Header`.
+) -> bytes:
+    """Returns the 8-byte length and the header of a file.
 
     `entries` are name, safetensors dtype, shape and bytes, in the order of the data. Blanks pad the
     result to a multiple of `align` bytes and to at least `reserve_bytes`, so that a later header of
@@ -166,11 +166,10 @@ def build(
         FormatError: a name occurs twice, a size contradicts its shape, or metadata is not text.
         UnsupportedError: safetensors lacks a dtype, or a header cannot hold so many tensors.
     """
-    document: dict[str, object] = {METADATA_KEY: dict(metadata)} if metadata else {}
+    document: dict[str, object] = {METADATA_KEY: dict(metadata)}
     for key, text in metadata.items():
         if not isinstance(key, str) or not isinstance(text, str):
             raise FormatError(f"metadata holds text only, {key!r} is {type(text).__name__}")
-    placed: dict[str, Entry] = {}
     at = 0
     for name, dtype, shape, nbytes in entries:
         bits = BITS.get(dtype)
@@ -178,12 +177,13 @@ def build(
             raise UnsupportedError(f"{name}: safetensors has no dtype {dtype}")
         if nbytes * 8 != prod(shape) * bits:
             raise FormatError(f"{name}: {dtype} of shape {shape} does not fill {nbytes} bytes")
-        if name in placed or name == METADATA_KEY:
+        if name in document:
             raise FormatError(f"{name}: this name is taken; give the tensor another one")
         end = at + nbytes
         document[name] = {"dtype": dtype, "shape": shape, "data_offsets": (at, end)}
-        placed[name] = Entry(name, dtype, shape, at, end)
         at = end
+    if not metadata:
+        del document[METADATA_KEY]
     try:
         encoded = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
@@ -194,12 +194,11 @@ def build(
     length = data_offset - PREFIX_BYTES
     if length > MAX_HEADER_BYTES:
         raise UnsupportedError(
-            f"a header for {len(placed)} tensors takes {length} bytes, safetensors allows "
+            f"a header for {len(document)} entries takes {length} bytes, safetensors allows "
             f"{MAX_HEADER_BYTES}; write several files, by more ranks or by max_shard_bytes of a "
             "conversion to a Hugging Face folder, or give shorter names"
         )
-    data = length.to_bytes(PREFIX_BYTES, "little") + encoded.ljust(length)
-    return data, Header(placed, dict(metadata), data_offset)
+    return length.to_bytes(PREFIX_BYTES, "little") + encoded.ljust(length)
 
 
 _BEGIN_END = itemgetter(3, 4)

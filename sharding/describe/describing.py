@@ -137,6 +137,11 @@ def describe_module(module: nn.Module) -> dict[str, object]:
     return entries
 
 
+_MARKS = frozenset((torch_fsdp.MARK, "_sharding_entry"))
+"""Attributes of parameters that are, or may be, parts: torch's, and that of `sharding.discovery`,
+which imports the engine."""
+
+
 def flat_members(module: nn.Module) -> Iterator[FlatMember]:
     """Yields the parameters in a module that an optimizer sees for flat parameters.
 
@@ -158,6 +163,8 @@ def part_of(tensor: torch.Tensor) -> LocalPart | None:
     Raises ShardingError for a parameter of torch's FullyShardedDataParallel: only its module
     knows the whole parameter.
     """
+    if _MARKS.isdisjoint(vars(tensor)):
+        return None
     if torch_fsdp.is_flattened(tensor) and tensor.ndim == 1:
         raise torch_fsdp.loose(tensor)
     ours = _own_members()

@@ -113,7 +113,7 @@ def describe(tensor: torch.Tensor, name: str, world: Mesh) -> tuple[torch.Tensor
     ((2, 3), 'world:4=R')
     """
     if type(tensor) in ORDINARY or not _is_dtensor(tensor):
-        return tensor.detach(), _replicated(tensor.shape, world)
+        return tensor.detach(), replicated(tensor.shape, world)
     known = _of_spec(tensor, name)
     local = tensor._local_tensor
     if type(local) is not torch.Tensor:
@@ -236,7 +236,7 @@ def _is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def _replicated(shape: torch.Size, world: Mesh) -> Layout:
+def replicated(shape: torch.Size, world: Mesh) -> Layout:
     """Returns the layout of a tensor that all ranks of `world` have: always the same object."""
     layout = _replicas.get((id(world), shape))
     if layout is None:

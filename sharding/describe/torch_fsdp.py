@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
 
 FSDP_MODULE = "torch.distributed.fsdp.fully_sharded_data_parallel"
+MARK = "_fsdp_flattened"
+"""Torch's attribute of a flat parameter, and of a parameter in one."""
 FLAT_PARAMETER = "_flat_param"
 """Torch's name of a unit's flat parameter, in the module and in local state dicts."""
 HOOKS_MODULE = "torch.distributed.fsdp._state_dict_utils"
@@ -70,7 +72,7 @@ def is_in(module: nn.Module) -> bool:
 
 def is_flattened(value: object) -> TypeGuard[nn.Parameter]:
     """Whether a value is a flat parameter of torch's wrapper, or a parameter in one."""
-    return hasattr(value, "_fsdp_flattened") and isinstance(value, nn.Parameter)
+    return hasattr(value, MARK) and isinstance(value, nn.Parameter)
 
 
 def flat_members(module: nn.Module) -> Iterator[FlatMember]:

@@ -250,7 +250,7 @@ def test_a_damaged_source_is_an_error_and_no_file_appears(tmp_path: Path, in_ord
 @pytest.mark.parametrize("name", ["c.safetensors", "c.pt", "c", "zstd"])
 def test_memory_and_writes_do_not_grow_with_a_tensor(tmp_path: Path, name: str) -> None:
     mib = 160
-    header, _ = build([("w", "F32", (mib << 18,), mib << 20)], {})
+    header = build([("w", "F32", (mib << 18,), mib << 20)], {})
     with (tmp_path / "m.safetensors").open("wb") as file:
         file.write(header)
         file.truncate(len(header) + (mib << 20))  # zeros that take no place

@@ -5,7 +5,9 @@ The oracle is torch: `state_dict()` and `load_state_dict()` of the module itself
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import parametrizations
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ckpt
 import sharding
+from tests.old_torch import runs_fsdp2
 
 Make = Callable[[], nn.Module]
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated:DeprecationWarning")
@@ -703,3 +708,65 @@ def test_parameters_without_elements_are_saved_and_loaded_with_their_whole_shape
     read = ckpt.read(tmp_path / "c")["model"]
     shapes = [tuple(read[f"tail.1.{index}.weight"].shape) for index in range(2)]
     assert shapes == [(0, 4), (10, 0)]
+
+
+def test_a_model_that_nobody_needs_any_more_is_freed_after_a_save(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    ckpt.prepare(state)
+    ckpt.save(tmp_path / "a", state)
+    ckpt.save(tmp_path / "b", state, blocking=False).wait()
+    moments = optimizer.state[model[0].weight].values()
+    tensors = [*model.state_dict(keep_vars=True).values(), *moments]
+    freed: list[Any] = []
+    for thing in (model, optimizer, *tensors):
+        weakref.finalize(thing, freed.append, None)
+    expected = len(tensors) + 2
+    del model, optimizer, state, moments, tensors, thing
+    gc.collect()
+    assert len(freed) == expected
+
+
+def moved_after_a_save(folder: str) -> tuple[torch.Size, list[str], int]:
+    """A sharded model and its optimizer that change after a save.
+
+    The shape of a moment that is spread otherwise, over the same memory; the dtypes of the model
+    when it is cast; how many of its local tensors are freed.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    for name in ("a", "b"):
+        ckpt.save(f"{folder}/{name}", state)
+    moments = optimizer.state[model[0].weight]
+    local = moments["exp_avg"].to_local()
+    moments["exp_avg"] = DTensor.from_local(local, mesh, [Shard(1)])
+    model.half()
+    ckpt.save(f"{folder}/c", state)
+    stored: Any = ckpt.read(f"{folder}/c")
+    shape = stored["optimizer"]["state"]["0.weight"]["exp_avg"].shape
+    dtypes = [str(tensor.dtype) for tensor in stored["model"].values()]
+    freed: list[Any] = []
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        weakref.finalize(parameter._local_tensor, freed.append, None)
+    del model, optimizer, state, parameter, moments, local
+    gc.collect()
+    return shape, dtypes, len(freed)
+
+
+@runs_fsdp2
+def test_a_sharded_model_that_changes_after_a_save_is_stored_as_it_is_then_and_is_freed(
+    clusters: Callable, tmp_path: Path
+) -> None:
+    for shape, dtypes, freed in clusters(2).run(moved_after_a_save, str(tmp_path)):
+        assert tuple(shape) == (2, 8)
+        assert dtypes == ["torch.float16"] * 4
+        assert freed == 4

@@ -363,7 +363,7 @@ def checkpoint(
     want: Json,
 ) -> None:
     """A folder with one tensor `w` and a shard of these parts, all digests right."""
-    header, _ = build([*entries, (TABLE, "U8", (len(table),), len(table))], metadata, align=64)
+    header = build([*entries, (TABLE, "U8", (len(table),), len(table))], metadata, align=64)
     digest = xxhash.xxh3_128(header)
     digest.update(table)
     shard = header + data + table
@@ -494,7 +494,7 @@ def resign(folder: Path, path: Path, forged: dict[str, bytes]) -> None:
         own = e.name in OWN_ENTRIES
         entries.append((e.name, e.dtype, (len(part),) if own else e.shape, len(part)))
         tail += part if own else b""
-    head, _ = build(entries, header.metadata)
+    head = build(entries, header.metadata)
     path.write_bytes(head + data[header.data_offset :][:begin] + tail)
     content = json.loads((folder / "manifest.json").read_bytes())
     del content["digest"]
