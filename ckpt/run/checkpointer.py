@@ -135,7 +135,8 @@ class Checkpointer:
                 `reached_preemption()` is True. Ranks agree on the step within about a second. If
                 the loop goes on without asking, the signal has its usual effect: the processes end.
                 The same signal a second time ends a process at once.
-            deadline: seconds that the save after a signal or an exception may take.
+            deadline: the most seconds that a rank waits for another in the save after a signal or
+                an exception. A rank that still writes goes on until it is done, or killed.
             timeout: the most seconds that a rank waits for another.
             read_only: for an evaluator beside the training: restores and lists, in any thread.
                 Handles no signals, saves and removes nothing, and has no `local` and `memory`.

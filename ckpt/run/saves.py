@@ -202,7 +202,8 @@ class RunSaves:
     ) -> bool:
         """Begins a save to the folder of the run, or of this host; returns False if it fails.
 
-        The last save, after a signal or an exception, has a deadline, and the call waits for it.
+        The call waits for the last save, after a signal or an exception, whose ranks wait for each
+        other until its deadline.
         """
         how = self._arguments
         seconds = how.timeout

@@ -1,13 +1,17 @@
-"""The script in docs/runs.md: what a new user's own script becomes by the lines with a plus."""
+"""The scripts in docs/runs.md: a new user's own with the lines with a plus, and that of SLURM."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import ckpt
 
@@ -55,3 +59,79 @@ def test_a_script_of_thirty_lines_becomes_resumable_by_six(
 
     again, told = programs(IN_FOLDER + after, tmp_path).communicate()
     assert (again, told) == ("", "")
+
+
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+for i in 0 1; do SLURM_PROCID=$i SLURM_LOCALID=$i SLURM_NTASKS=2 "$@" & tasks[$i]=$!; done
+echo "${tasks[@]}"
+for task in "${tasks[@]}"; do wait "$task" || status=$?; done
+exit "${status:-0}"
+"""
+SCONTROL = """#!/bin/bash
+if [ "$1" = show ]; then echo 127.0.0.1; else echo "again $2"; fi
+"""
+TRAIN = """
+import time, ckpt, torch
+import torch.distributed as dist
+
+def train(step):
+    state["w"] += 1
+    if step < 4:
+        print(f"step {step}", flush=True)
+    time.sleep(0.01)
+
+if first_fails:
+    raise SystemExit(3)
+dist.init_process_group("gloo")
+state = {"w": torch.zeros(4)}
+"""
+
+
+@pytest.mark.slow
+def test_the_batch_script_saves_on_its_signal_is_queued_again_and_ends_with_its_last_step(
+    tmp_path: Path,
+) -> None:
+    page = PAGE.read_text()
+    [batch] = re.findall(r"```sh\n(#!/bin/bash.*?)```", page, re.DOTALL)
+    [loop] = [
+        one for one in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "100_000" in one
+    ]
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    python = f'#!/bin/bash\nexec {sys.executable} "$@"\n'
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", python)):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    (tmp_path / "job.sh").write_text(batch.replace("100000", "900"))
+    loop = loop.replace("100_000", "900").replace("100_001", "901")
+    env = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    env |= {
+        "PYTHONPATH": os.pathsep.join([str(PAGE.parents[1]), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+    }
+
+    def begun(fails: bool = False) -> subprocess.Popen[str]:
+        text = TRAIN.replace("first_fails", str(fails)) + loop
+        (tmp_path / "train.py").write_text(text)
+        command = ["bash", "job.sh"]
+        return subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+
+    job = begun()
+    assert job.stdout is not None
+    lines = [job.stdout.readline().strip() for _ in range(5)]
+    assert lines.count("step 2") >= 1  # both ranks have made their Checkpointer
+    tasks = next(line for line in lines if re.fullmatch(r"\d+ \d+", line))
+    for task in tasks.split():
+        os.kill(int(task), signal.SIGUSR1)
+    out, _ = job.communicate()
+    assert (job.returncode, out.splitlines()[-1]) == (0, "again 7")
+    [saved] = [one.step for one in ckpt.run_steps(tmp_path / "runs" / "gpt")]
+    assert 1 < saved < 900
+    job = begun()
+    out, _ = job.communicate()
+    assert (job.returncode, "again" in out, "step" in out) == (0, False, False)
+    assert [one.step for one in ckpt.run_steps(tmp_path / "runs" / "gpt")] == [900, saved]
+    job = begun(fails=True)
+    out, _ = job.communicate()
+    assert (job.returncode, "again" in out) == (3, False)
