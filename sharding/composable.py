@@ -70,6 +70,8 @@ def fully_shard(
     groups = chosen_groups(
         strategy or ShardingStrategy.FULL_SHARD, process_group, None, policy is not None
     )
+    settled = settled_strategy(strategy, groups)
+    hybrid = hybrid_groups_of(settled, groups)
     shared: dict[str, Any] = {
         "device_id": device_id,
         "param_init_fn": param_init_fn,
@@ -84,11 +86,10 @@ def fully_shard(
             "cpu_offload": cpu_offload,
             "ignored_states": list(ignored.parameters),
         }
-        wrap_inside(module, policy, fully_shard, given, ignored)
-    settled = settled_strategy(strategy, groups)
+        wrap_inside(module, policy, fully_shard, given, ignored, hybrid)
     settings = FlatSettings(
         strategy=settled,
-        groups=hybrid_groups_of(settled, groups),
+        groups=hybrid,
         use_orig_params=True,
         offload=cpu_offload is not None and cpu_offload.offload_params,
         mixed_precision=mixed_precision or MixedPrecision(),

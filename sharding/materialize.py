@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Set
 from itertools import chain
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from sharding.engine.order_check import Row, check_same
 from sharding.engine.shard_group import HybridGroups
 from sharding.errors import ArgumentError, ArgumentTypeError
 
@@ -84,6 +85,27 @@ def broadcast_states(tensors: list[torch.Tensor], groups: HybridGroups) -> None:
         for work in works:
             if work is not None:
                 work.wait()
+
+
+def check_states(
+    module: nn.Module,
+    tensors: Iterable[torch.Tensor],
+    units: Container[nn.Module],
+    groups: HybridGroups,
+    device: torch.device,
+) -> None:
+    """Raises MisuseError on all ranks if they would broadcast other tensors of a module, or units.
+
+    All ranks of both groups call this, before the broadcast; `device` is that of messages. Waits.
+    """
+    names = {id(t): n for n, t in chain(module.named_parameters(), module.named_buffers())}
+    rows: list[Row] = [
+        (names[id(tensor)], {"shape": tuple(tensor.shape), "dtype": str(tensor.dtype)})
+        for tensor in tensors
+    ]
+    rows += [(f"the unit {path}", {}) for path, part in module.named_modules() if part in units]
+    among = [each for each in (groups.shard, groups.replicate) if each.size > 1]
+    check_same("states to synchronize", rows, among, device)
 
 
 def check_reachable(tensors: list[torch.Tensor], groups: HybridGroups) -> None:

@@ -49,6 +49,8 @@ class Purpose(IntEnum):
     """The sum over the ranks that hold the same shard."""
     REGATHER = 3
     """A gather in backward, from the few ranks that kept a part after forward."""
+    COMPARISON = 4
+    """The comparison of the units that ranks have, before anything else travels."""
 
 
 _WORDS = {
@@ -56,6 +58,7 @@ _WORDS = {
     Purpose.REDUCE_SCATTER: "reduce-scatter",
     Purpose.ALL_REDUCE: "all-reduce over replicas",
     Purpose.REGATHER: "all-gather over fewer ranks",
+    Purpose.COMPARISON: "comparison",
 }
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable, without its import
 
 from sharding.engine.calls import UnitCall
-from sharding.engine.order_check import OrderCheck
+from sharding.engine.order_check import OrderCheck, check_shards
 from sharding.engine.outputs import in_dtype, tensors_in
 from sharding.engine.runtime import Runtime, runtime_of
 from sharding.engine.unit import Unit, Whole
@@ -115,6 +115,11 @@ def _begin(call: UnitCall, runtime: Runtime) -> None:
         runtime.pending_recomputes[unit] -= call.imminent
         unit.acquire(call)
         return
+    if not runtime.root.shards_compared and any(
+        param_group.groups.shard.size > 1 and not param_group.is_gathered
+        for param_group in unit.used
+    ):
+        check_shards(runtime.root)
     check = runtime.order_check
     if check is not None and unit.param_groups and unit.modules[0].training:
         _agree(call, runtime, check)

@@ -1,26 +1,168 @@
-"""A check, on request, that all ranks run the units of a model in the same order.
+"""Checks that all ranks have the same units; and, on request, that they run them in one order.
 
-`dist.set_debug_level(dist.DebugLevel.DETAIL)` before the module is wrapped turns the check on. It
-checks forward, in training. In the first iteration, ranks that differ are an error on all of them.
-Later, a rank that leaves the order of the first iteration warns, once.
+**The same units.** Before the first all-gather of a root, the ranks that share shards compare a
+hash of its units: names, shapes, dtypes and settings of all parameters. Before its first reduction,
+the ranks that replicate do. Ranks that differ are an error on all of them, before any parameter or
+gradient travels. Without the comparison, parameters under other names in one flat parameter would
+get each other's values, or wait until the time-out. Later steps compare nothing.
 
-With the check, ranks agree on a unit before each all-gather. All ranks then gather and reduce every
-unit that any of them runs, in the same order. Ranks that differ therefore do not wait for ever, and
-do not take one unit's parameters for another's.
+**One order.** `dist.set_debug_level(dist.DebugLevel.DETAIL)` before the module is wrapped turns
+this check on. It checks forward, in training. In the first iteration, ranks that differ are an
+error on all of them. Later, a rank that leaves the order of the first iteration warns, once. Ranks
+agree on a unit before each all-gather. All ranks then gather and reduce every unit that any of them
+runs, in the same order. Ranks that differ therefore do not wait for ever, and do not take one
+unit's parameters for another's.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
+from sharding.engine.composition import Composition, Item, Purpose
 from sharding.engine.names import Names
-from sharding.engine.unit import Unit
-from sharding.errors import MisuseError
+from sharding.engine.param_group import ParamGroup
+from sharding.engine.shard_group import ShardGroup
+from sharding.engine.transport import transport_between
+from sharding.engine.unit import Unit, units_of
+from sharding.errors import MisuseError, listed
+
+Row = tuple[str, dict[str, object]]
+"""A tensor's name, and its properties that are equal on all ranks."""
+SHOWN = 6
+"""The number of names that an error shows for each rank."""
+
+
+def check_shards(root: Unit) -> None:
+    """Raises MisuseError if ranks that share shards have other units. All of them call it; waits.
+
+    The first call compares, before the first all-gather of any unit of this root.
+    """
+    if not root.shards_compared:
+        _check_units(root, of_replicas=False)
+        root.shards_compared = True
+
+
+def check_replicas(root: Unit) -> None:
+    """Raises MisuseError if ranks that replicate have other units. All of them call it; waits.
+
+    The first call compares, before the first reduction over replicas.
+    """
+    if not root.replicas_compared:
+        _check_units(root, of_replicas=True)
+        root.replicas_compared = True
+
+
+def check_same(
+    things: str, rows: Sequence[Row], among: Sequence[ShardGroup], device: torch.device
+) -> None:
+    """Raises MisuseError on all ranks if one of them has other rows. All of them call it; waits.
+
+    `among` are one group, or the two groups of a grid of ranks. `things` names the rows in
+    messages. Rows travel only if they differ.
+    """
+    number, same = _hash(rows), True
+    for shard_group in among:  # the second exchange has a hash of the first one's results
+        mine = torch.tensor([number], dtype=torch.int64, device=device)
+        places = [[torch.empty_like(mine)] for _ in range(shard_group.size)]
+        composition = Composition((Item(things, _KEY, Purpose.COMPARISON, 1),))
+        transport = transport_between(shard_group, device)
+        transport.all_gather([mine], places, composition).wait()
+        numbers = [int(place) for [place] in places]
+        same &= len(set(numbers)) == 1
+        number = _hash(numbers)
+    if same:
+        return
+    everyone = [(dist.get_rank(), list(rows))]
+    for shard_group in among:
+        gathered: list[list[tuple[int, list[Row]]]] = [[] for _ in range(shard_group.size)]
+        dist.all_gather_object(gathered, everyone, group=shard_group.group)
+        everyone = [each for some in gathered for each in some]
+    in_order = sorted(everyone, key=lambda each: each[0])
+    raise MisuseError(f"{_difference(things, in_order)}; {_ADVICE}")
+
+
+_KEY = int.from_bytes(blake2b(b"comparison", digest_size=8).digest(), "little")
+"""The key of comparisons in tags: ranks whose units differ exchange their hashes all the same."""
+_ADVICE = (
+    "shard the same modules on all ranks with the same arguments, such as ignored modules and "
+    "parameters, wrap policy, dtypes and strategy. No parameter was sent yet"
+)
+
+
+def _hash(value: object) -> int:
+    digest = blake2b(repr(value).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _check_units(root: Unit, of_replicas: bool) -> None:
+    names = Names(root)
+    rows: dict[ShardGroup, list[Row]] = {}
+    devices: dict[ShardGroup, torch.device] = {}
+    for unit in units_of(root.modules):
+        for param_group in unit.param_groups:
+            groups = param_group.groups
+            among = groups.replicate if of_replicas else groups.shard
+            if among.size > 1:
+                if not param_group.is_gathered:
+                    param_group.take_over_replaced()
+                rows.setdefault(among, []).extend(_rows(unit, param_group, names))
+                devices.setdefault(among, param_group.device)
+    for among, found in rows.items():
+        things = f"sharded parameters of {names.unit(root)}"
+        check_same(things, found, [among], devices[among])
+
+
+def _rows(unit: Unit, param_group: ParamGroup, names: Names) -> list[Row]:
+    """Returns all that must be equal for the messages of a parameter group to fit."""
+    alike = {
+        "dtype": _word(param_group.stored_dtype),
+        "unit": names.unit(unit),
+        "number among the parameter groups": param_group.number,
+        "param_dtype": _word(param_group.precision.param_dtype),
+        "reduce_dtype": _word(param_group.precision.reduce_dtype),
+        "reshard_after_forward": unit.policy.reshard_after_forward,
+    }
+    return [
+        (name, {"shape": tuple(p.shape), "divided dimension": p.dim, **alike})
+        for name, p in zip(names.parameters(param_group), param_group.parameters, strict=True)
+    ]
+
+
+def _word(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _difference(things: str, everyone: Sequence[tuple[int, list[Row]]]) -> str:
+    """Returns the first difference between the first rank and one that has other rows."""
+    (first, mine), *others = everyone
+    other, theirs = next((rank, rows) for rank, rows in others if rows != mine)
+    here, there = dict(mine), dict(theirs)
+    alone = [
+        f"rank {rank} has {listed([name for name in some if name not in rest], SHOWN)}, which rank "
+        f"{lacking} lacks"
+        for rank, some, lacking, rest in ((first, here, other, there), (other, there, first, here))
+        if some.keys() - rest.keys()
+    ]
+    if alone:
+        return f"the ranks have different {things}: {', and '.join(alone)}"
+    for name, properties in here.items():
+        unlike = [
+            f"{key} {value} on rank {first} and {there[name][key]} on rank {other}"
+            for key, value in properties.items()
+            if value != there[name][key]
+        ]
+        if unlike:
+            return f"{name} differs between the ranks: {', '.join(unlike)}"
+    return (
+        f"the ranks have the same {things} in different orders: rank {first} "
+        f"{listed(list(here), SHOWN)}; rank {other} {listed(list(there), SHOWN)}"
+    )
 
 
 class OrderCheck:
@@ -47,20 +189,18 @@ class OrderCheck:
         index = units.index(unit)
         trained = any(param_group.requires_grad for param_group in unit.param_groups)
         param_group = unit.param_groups[0]
-        mark = _mark(unit, units) if self._is_first else 0
-        mine = torch.tensor([index, int(trained), mark], device=param_group.device)
+        mine = torch.tensor([index, int(trained)], device=param_group.device)
         group = param_group.groups.group
         all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(all_of_them, mine, group=group)
         indices = [int(other[0]) for other in all_of_them]
         if self._is_first:
             self._check_first(indices, units)
-            self._check_marks([int(other[2]) for other in all_of_them], unit, units)
             self._first.append(index)
         else:
             self._check_later(index, units)
         others: dict[int, bool] = {}
-        for other, is_trained, _ in (tensor.tolist() for tensor in all_of_them):
+        for other, is_trained in (tensor.tolist() for tensor in all_of_them):
             if other != index:
                 others[other] = others.get(other, False) or bool(is_trained)
         return [(units[other], others[other]) for other in sorted(others)]
@@ -82,15 +222,6 @@ class OrderCheck:
                     f"{here} while rank {rank} is all-gathering parameters for {there}"
                 )
 
-    def _check_marks(self, marks: list[int], unit: Unit, units: list[Unit]) -> None:
-        for rank, mark in enumerate(marks):
-            if mark != marks[0]:
-                raise MisuseError(
-                    f"The unit with the parameters {_names(unit, units)} on rank {dist.get_rank()} "
-                    f"has parameters of other names or shapes on rank {rank} than on rank 0: build "
-                    "and wrap the same modules on all ranks, with the same ignored ones"
-                )
-
     def _check_later(self, index: int, units: list[Unit]) -> None:
         position = self._position
         self._position += 1
@@ -110,13 +241,6 @@ class OrderCheck:
             f"got parameters for {_names(units[index], units)}",
             stacklevel=2,
         )
-
-
-def _mark(unit: Unit, units: list[Unit]) -> int:
-    """Returns 63 bits that identify the names and shapes of a unit's parameters."""
-    shapes = [tuple(p.shape) for group in unit.param_groups for p in group.parameters]
-    digest = blake2b(repr((_names(unit, units), shapes)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def _names(unit: Unit, units: list[Unit]) -> list[str]:

@@ -27,7 +27,7 @@ from torch.autograd import Variable
 from sharding.engine.batches import PREFETCH_BYTES, ReduceScatters
 from sharding.engine.calls import ForwardPass, UnitCall
 from sharding.engine.names import Names
-from sharding.engine.order_check import OrderCheck
+from sharding.engine.order_check import OrderCheck, check_replicas
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.unit import Unit, units_of, unshard_together
 from sharding.policies import BackwardPrefetch
@@ -285,6 +285,8 @@ class Runtime:
     def _complete(self, param_group: ParamGroup) -> None:
         """Reduces a group that gets no more gradients, or keeps its gradients for later."""
         if param_group.reduces:
+            if param_group.replicates:
+                check_replicas(self.root)
             self._reductions.reduce(param_group.gradient_bytes, param_group.reduce)
         else:
             param_group.hold_gradients()

@@ -117,6 +117,8 @@ class Unit:
         self.prepare = prepare
         """A function, called once before the first forward, when the unit has its runtime."""
         self.runtime: StepRuntime | None = None
+        self.shards_compared = self.replicas_compared = False
+        """Whether the ranks have compared the units of this root (order_check.py)."""
         self.whole = Whole.NOWHERE
         self.full_precision = False
         """Whether the unit computes in the dtype of its shards, despite the policy."""

@@ -13,14 +13,15 @@ from torch import nn
 from sharding.device_rules import check_trainable_on, compute_device, device_given
 from sharding.engine.flat_param_group import CommHook, flat_param_groups
 from sharding.engine.forward_hooks import ForwardHooks
-from sharding.engine.order_check import OrderCheck
+from sharding.engine.order_check import OrderCheck, check_shards
 from sharding.engine.outputs import mapped
 from sharding.engine.runtime import runtime_of
+from sharding.engine.shard_group import HybridGroups
 from sharding.engine.unit import UNIT, units_of
 from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError
 from sharding.fsdp1.setup import FlatSettings, make_flat_unit
 from sharding.fsdp1.wrap_plan import auto_wrap, planned
-from sharding.materialize import own_modules
+from sharding.materialize import check_states, own_modules
 from sharding.policies import StateDictSettings
 from sharding.state_dict_settings import default_settings
 
@@ -143,14 +144,30 @@ def entry_points(module: nn.Module) -> Iterator[EntryPoint]:
             yield entry_point
 
 
+def check_units(module: nn.Module) -> None:
+    """Compares the units of the outermost instances in a module between the ranks, once; waits.
+
+    All ranks that share shards call this, before they gather outside of a forward. Raises
+    MisuseError on all of them if they differ.
+    """
+    for entry_point in entry_points(module):
+        if entry_point.check_is_root():
+            check_shards(entry_point.unit)
+
+
 def wrap_inside(
     module: nn.Module,
     policy: Any,
     wrap_fn: Callable[..., nn.Module | None],
     root_kwargs: dict[str, Any],
     ignored: Ignored,
+    groups: HybridGroups,
 ) -> None:
-    """Wraps the modules that a policy chooses inside a module. Raises as `planned` does."""
+    """Wraps the modules that a policy chooses inside a module.
+
+    Raises as `planned` does; with `sync_module_states` also MisuseError on all ranks of `groups`,
+    before anything is wrapped, if they choose different modules.
+    """
     plan = planned(
         module,
         policy,
@@ -159,6 +176,14 @@ def wrap_inside(
         ignored_params=ignored.parameters,
         is_wrapped=lambda part: entry_point_of(part) is not None,
     )
+    if root_kwargs["sync_module_states"]:
+        given = device_given(root_kwargs["device_id"], groups.shard.rank)
+        device = compute_device(module.parameters(), given)
+        left = [part for part in module.modules() if part not in ignored.modules]
+        tensors: list[torch.Tensor] = []
+        tensors += [p for p in module.parameters() if p not in ignored.parameters]
+        tensors += [buffer for part in left for buffer in part.buffers(recurse=False)]
+        check_states(module, tensors, plan.kwargs, groups, device)
     auto_wrap(module, plan, wrap_fn)
 
 

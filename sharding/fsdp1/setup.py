@@ -33,7 +33,13 @@ from sharding.engine.runtime import attach
 from sharding.engine.shard_group import HybridGroups
 from sharding.engine.unit import UNIT, Unit, UnitPolicy, units_of
 from sharding.fsdp1.strategies import KEEPS_AFTER_FORWARD
-from sharding.materialize import broadcast_states, check_reachable, materialize, own_modules
+from sharding.materialize import (
+    broadcast_states,
+    check_reachable,
+    check_states,
+    materialize,
+    own_modules,
+)
 from sharding.policies import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from sharding.torch_versions import root_mesh
 
@@ -86,8 +92,9 @@ def make_flat_unit(
     else:
         warn_of_host_memory(parameters, compute)
     if settings.sync_module_states:
-        states: list[torch.Tensor] = [p.detach() for p in parameters] + buffers
+        states: list[torch.Tensor] = [*parameters, *buffers]
         check_reachable(states, groups)
+        check_states(module, states, (), groups, compute)
         broadcast_states(states, groups)
     param_groups, borrowed = _param_groups(found, module, settings, compute)
     unit = Unit((owner,), param_groups, borrowed, _policy(settings), prepare)

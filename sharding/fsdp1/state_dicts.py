@@ -34,7 +34,7 @@ from sharding.engine.dtensors import local_of
 from sharding.engine.flat_param_group import FlatParamGroup
 from sharding.engine.unit import UNIT
 from sharding.errors import ArgumentError, ShardingError
-from sharding.fsdp1.entry_point import EntryPoint, entry_point_of, entry_points
+from sharding.fsdp1.entry_point import EntryPoint, check_units, entry_point_of, entry_points
 from sharding.fsdp1.flat_states import FlatPart, by_rows
 from sharding.fsdp1.state_dict_keys import in_order, local_keys, own_keys
 from sharding.fsdp1.state_dict_loading import RowLoading, unsharded_as_used
@@ -170,6 +170,8 @@ class _Hooks:
         self._own = own_keys(self._entry_point)
         if self._entry_point.unit.summoned:
             return
+        if self._kind is not StateDictType.LOCAL_STATE_DICT:
+            check_units(module)
         for own in self._own:
             if own.param_group in _shown:
                 continue
@@ -302,6 +304,8 @@ class _Hooks:
         if self._kind is StateDictType.LOCAL_STATE_DICT:
             self._fill_flat(state, inside)
             return
+        if not entry_point.unit.summoned:
+            check_units(module)
         if self._kind is StateDictType.SHARDED_STATE_DICT and not entry_point.unit.summoned:
             for own in self._own:
                 self._filled.append(state_key(inside + own.param_group.form.name))

@@ -12,6 +12,7 @@ from sharding.engine.flat_param_group import FlatParamGroup, flat_param_groups
 from sharding.engine.runtime import is_running
 from sharding.engine.unit import Unit, Whole, units_of
 from sharding.errors import TorchAssertionError
+from sharding.fsdp1.entry_point import check_units
 from sharding.fsdp1.unsharded_parameters import UnshardedParameters, is_first
 
 
@@ -42,6 +43,7 @@ def summoned(
             raise TorchAssertionError(
                 "Cannot manually unshard parameters when already unsharding parameters"
             )
+    check_units(module)
     with ExitStack() as stack:
         for unit in units:
             for param_group in flat_param_groups(unit.param_groups):

@@ -127,6 +127,8 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         has_policy = auto_wrap_policy is not None
         groups = chosen_groups(strategy, process_group, device_mesh, has_policy)
+        settled = settled_strategy(sharding_strategy, groups)
+        hybrid = hybrid_groups_of(settled, groups, device_mesh)
         shared: dict[str, Any] = {
             "backward_prefetch": backward_prefetch,
             "param_init_fn": param_init_fn,
@@ -145,17 +147,16 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
                 "mixed_precision": mixed_precision,
                 "ignored_states": list(ignored.parameters),
             }
-            wrap_inside(module, auto_wrap_policy, type(self), given, ignored)
+            wrap_inside(module, auto_wrap_policy, type(self), given, ignored, hybrid)
         elif isinstance(module, nn.ModuleList | nn.ModuleDict):
             warnings.warn(
                 "FSDP will not all-gather parameters for containers that do not implement forward: "
                 f"{module}",
                 stacklevel=2,
             )
-        settled = settled_strategy(sharding_strategy, groups)
         settings = FlatSettings(
             strategy=settled,
-            groups=hybrid_groups_of(settled, groups, device_mesh),
+            groups=hybrid,
             offload=cpu_offload is not None and cpu_offload.offload_params,
             mixed_precision=mixed_precision or MixedPrecision(),
             ignored_modules=ignored.modules,

@@ -271,25 +271,6 @@ def test_o_01_the_per_parameter_form_refuses_orders_that_differ_at_once(
     assert sorted(caught.value.errors) == [0, 1]
 
 
-def ignore_another_layer(use_orig_params: bool) -> None:
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    with debug_level(dist.DebugLevel.DETAIL):
-        model = sharding.FullyShardedDataParallel(
-            layers, ignored_modules=[layers[dist.get_rank()]], use_orig_params=use_orig_params
-        )
-    model(torch.ones(2, 4))
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_o_01_a_unit_with_other_parameters_on_another_rank_is_an_error_on_all(
-    clusters: Callable[..., Any], use_orig_params: bool
-) -> None:
-    with pytest.raises(Exception, match="of other names or shapes on rank 1") as caught:
-        clusters(2).run(ignore_another_layer, use_orig_params)
-    assert sorted(caught.value.errors) == [0, 1]
-
-
 def test_o_03_the_per_parameter_form_is_right_on_ranks_whose_order_differs_later(
     clusters: Callable[..., Any],
 ) -> None:

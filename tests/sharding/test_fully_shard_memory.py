@@ -273,6 +273,9 @@ def test_nothing_but_shards_and_gradients_stays_after_a_step(clusters: Callable)
 
 # What travels.
 
+HASH_BYTES = 8
+"""A message to each other rank before the first all-gather of a root: the hash of its units."""
+
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
@@ -296,12 +299,12 @@ def messages(world_size: int) -> None:
         with counted() as sent:
             loss = model(x_of()).square().mean()
             others = world_size - 1
-            assert sum(sent) == others * shard_bytes
+            assert sum(sent) == others * (shard_bytes + HASH_BYTES)
             forward = len(sent)
             loss.backward()
         # The weight's part, and what is small, to each peer.
-        assert forward == 2 * UNITS * others
-        assert len(sent) == 2 * UNITS * others * (gathers + 1)
+        assert forward == (2 * UNITS + 1) * others
+        assert len(sent) == (2 * UNITS * (gathers + 1) + 1) * others
         for accumulates in range(2):
             model.set_requires_gradient_sync(False)
             with counted() as sent:
@@ -355,7 +358,7 @@ def live_bytes_of(model: nn.Module) -> int:
 def test_small_units_travel_together(clusters: Callable) -> None:
     clusters(2).run(small_units, 200)  # 6 MB of them
     for counts in clusters(2).run(small_units, 50):
-        assert counts[0] == 40  # nobody knows yet what comes next
+        assert counts[0] == 1 + 40  # nobody knows yet what comes next
         assert max(counts[2], counts[4]) < 10, counts
         assert max(counts[1], counts[3], counts[5]) < 20, counts
 
@@ -376,6 +379,7 @@ def many_parameters() -> None:
     model = fully_shard(Wide())
     with counted() as sent:
         loss = model(batch(0, 4, 128))
+        assert sent.pop(0) == HASH_BYTES
         assert len(sent) == 2  # all that is small, and the one that is large
         loss.backward()
         assert len(sent) == 4

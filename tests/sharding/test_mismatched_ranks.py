@@ -35,7 +35,7 @@ from sharding import (
 from sharding.composable import fully_shard as composable
 from sharding.engine.composition import FIRST_TAG, Composition, Item, Purpose, key_of, tag_of
 from sharding.engine.waits import ANSWER_SECONDS
-from sharding.errors import TransferError
+from sharding.errors import MisuseError, TransferError
 from sharding.wrap import ModuleWrapPolicy
 
 SECONDS = 5.0
@@ -141,6 +141,8 @@ class Case:
     """Whether all ranks may go on, with the right weights."""
     needs_nothing: int = -1
     """The rank that runs nothing in which it waits for others, and so goes on."""
+    in_units: bool = False
+    """Whether ranks shard different units, which they compare before the first all-gather."""
 
     def of(self, values: tuple[Any, ...]) -> Any:
         return values[min(dist.get_rank(), len(values) - 1)]
@@ -175,21 +177,25 @@ CASES = {
     "another dtype of the same size": Case(
         settings=tuple({"mp_policy": MixedPrecisionPolicy(param_dtype=d)} for d in LOW.values()),
         doors=PER_PARAMETER,
+        in_units=True,
     ),
     "another dtype of the same size, flat": Case(
         settings=tuple({"mixed_precision": MixedPrecision(param_dtype=d)} for d in LOW.values()),
         doors=FLAT,
+        in_units=True,
     ),
     "another dtype of reductions": Case(
         settings=({}, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)}),
         doors=PER_PARAMETER,
+        in_units=True,
     ),
     "freed after forward on one": Case(
         settings=({"reshard_after_forward": True}, {"reshard_after_forward": False}),
         doors=PER_PARAMETER,
+        in_units=True,
     ),
     "frozen on one": Case((None, freeze), doors=PER_PARAMETER),
-    "a unit more on one": Case(blocks=(4, 5)),
+    "a unit more on one": Case(blocks=(4, 5), in_units=True),
 }
 QUICK = (
     ("fully_shard", "each skips another"),
@@ -240,6 +246,8 @@ def train(program: Program, model: Any, change: Change | None) -> str:
                 loss = loss_of(program, model, number)
                 if program.backward and loss.requires_grad:
                     loss.backward()
+        except MisuseError as error:
+            return str(error)
         except TransferError as error:
             assert monotonic() - began < SECONDS + ANSWER_SECONDS + SLACK_SECONDS
             return str(error)
@@ -313,6 +321,10 @@ def check(door: str, name: str, ended: list[str]) -> None:
     """Every rank has an error that names both sides, or all are right where that may be."""
     if CASES[name].may_be_right and set(ended) == {"right"}:
         return
+    if CASES[name].in_units:
+        assert len(set(ended)) == 1, (door, name, ended)
+        assert "shard the same modules on all ranks" in ended[0], (door, name, ended)
+        return
     for rank, text in enumerate(ended):
         if text.startswith("its own: "):
             continue
@@ -350,6 +362,150 @@ def test_one_of_three_ranks_that_differs_ends_all_three(
     doomed_cluster: Callable[..., Any], door: str
 ) -> None:
     run_cases(doomed_cluster(3), ((door, name) for name in THREE))
+
+
+# Ranks that have sharded different units: an error on all of them, before any parameter travels.
+
+
+def ignored_by(door: str, net: Net) -> dict[str, Any]:
+    """Arguments with which each rank leaves out another block."""
+    block = net.blocks[dist.get_rank()]
+    if door == "fully_shard":
+        return {"ignored_params": set(block.parameters())}
+    return {"ignored_modules": [block]}
+
+
+Use = Callable[[Any], object]
+USES: dict[str, Use] = {
+    "forward": lambda model: model(torch.ones(2, 16)),
+    "summon_full_params": lambda model: FullyShardedDataParallel.summon_full_params(
+        model
+    ).__enter__(),
+    "state_dict": lambda model: model.state_dict(),
+    "load_state_dict": lambda model: model.load_state_dict({}, strict=False),
+}
+
+
+def errors_of_uses(door: str) -> dict[str, str]:
+    """By use, the error of a model whose ranks ignore different blocks."""
+    found = {}
+    for name in USES if door in FLAT else ("forward",):
+        net = Net()
+        model = sharded(door, net, dist.group.WORLD, ignored_by(door, net))
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        try:
+            USES[name](model)
+            found[name] = "none"
+        except MisuseError as error:
+            found[name] = str(error)
+        dist.barrier()  # the group can still be used
+        after = [parameter.detach() for parameter in model.parameters()]
+        assert all(map(torch.equal, before, after))
+    return found
+
+
+def test_units_that_differ_are_an_error_with_the_names_before_anything_travels(
+    clusters: Callable[..., Any],
+) -> None:
+    for door in DOORS:
+        first, second = clusters(2).run(errors_of_uses, door)
+        assert first == second
+        for use, text in first.items():
+            assert text.startswith("the ranks have different sharded parameters of the root"), use
+            for rank, other in ((0, 1), (1, 0)):
+                layer = f"blocks.{other}.layer"
+                has = f"rank {rank} has {layer}.weight, {layer}.bias, which rank {other} lacks"
+                assert has in text, use
+
+
+def other_shards() -> list[str]:
+    """The errors of models that differ between ranks in other ways."""
+    rank, found = dist.get_rank(), []
+    wrapped = FullyShardedDataParallel
+    policies = (ModuleWrapPolicy({Block}), ModuleWrapPolicy({nn.Linear}))
+
+    def wider() -> Any:
+        net = Net(blocks=2)
+        net.blocks[rank] = Block(17)
+        return sharding.fully_shard(net)
+
+    ways: list[Callable[[], Any]] = [
+        lambda: wrapped(Net(blocks=2), auto_wrap_policy=policies[rank]),
+        wider,
+        lambda: sharding.fully_shard(Net(blocks=2).to([torch.float32, torch.float64][rank])),
+        lambda: sharding.fully_shard(Net(blocks=2), reshard_after_forward=bool(rank)),
+    ]
+    for way in ways:
+        model = way()
+        with pytest.raises(MisuseError) as caught:
+            model(torch.ones(2, 16))
+        found.append(str(caught.value))
+    undivided = Net(blocks=2)
+    ignored = {"ignored_modules": [undivided.blocks[rank]]}
+    model = wrapped(undivided, sharding_strategy=ShardingStrategy.NO_SHARD, **ignored)
+    with pytest.raises(MisuseError) as caught:
+        model(torch.ones(2, 16)).sum().backward()
+    return [*found, str(caught.value)]
+
+
+def test_units_that_differ_in_one_property_are_an_error_that_says_which(
+    clusters: Callable[..., Any],
+) -> None:
+    texts, others = clusters(2).run(other_shards)
+    assert texts == others
+    differs = "blocks.0.layer.weight differs between the ranks"
+    parts = (
+        f"{differs}: unit blocks.0 on rank 0 and blocks.0.layer on rank 1",
+        f"{differs}: shape (17, 17) on rank 0 and (16, 16) on rank 1",
+        "dtype float32 on rank 0 and float64 on rank 1",
+        "reshard_after_forward False on rank 0 and True on rank 1",
+        "rank 1 has blocks.0.layer.weight, blocks.0.layer.bias, which rank 0 lacks",
+    )
+    for text, part in zip(texts, parts, strict=True):
+        assert part in text
+
+
+def synchronized(door: str, policy: bool) -> tuple[str, bool]:
+    """The error of `sync_module_states`, and whether the module is as it was."""
+    torch.manual_seed(dist.get_rank())
+    net = Net()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    given: dict[str, Any] = {"sync_module_states": True, **ignored_by(door, net)}
+    if not policy:
+        wrap = composable if door == "composable" else FullyShardedDataParallel
+    with pytest.raises(MisuseError) as caught:
+        sharded(door, net, dist.group.WORLD, given) if policy else wrap(net, **given)
+    after = net.state_dict()
+    same = list(before) == list(after) and all(torch.equal(before[n], after[n]) for n in before)
+    return str(caught.value), same
+
+
+@pytest.mark.parametrize("policy", [False, True])
+def test_states_are_synchronized_only_between_the_same_modules(
+    clusters: Callable[..., Any], policy: bool
+) -> None:
+    for door in ("composable", "wrapper"):
+        (text, same), (other, same_there) = clusters(2).run(synchronized, door, policy)
+        assert text == other
+        assert same
+        assert same_there
+        unit = ", the unit blocks.1" if policy else ""
+        layer = "blocks.1.layer"
+        assert f"rank 0 has {layer}.weight, {layer}.bias{unit}, which rank 1 lacks" in text
+
+
+def alone() -> bool:
+    """Rank 1 alone runs a model whose parameters no rank divides."""
+    settings = {"sharding_strategy": ShardingStrategy.NO_SHARD}
+    model = sharded("wrapper", Net(), dist.group.WORLD, settings)
+    if dist.get_rank() == 1:
+        model(torch.ones(2, 16))
+    model(torch.ones(2, 16)).sum().backward()
+    return True
+
+
+def test_a_rank_can_run_a_forward_alone_that_gathers_nothing(clusters: Callable[..., Any]) -> None:
+    assert clusters(2).run(alone) == [True, True]
 
 
 # Other ways to differ.
