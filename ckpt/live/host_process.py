@@ -47,13 +47,14 @@ def main() -> None:
     try:
         with runtime.locked(path.parent):
             _refuse_second(options.name)
+            runtime.remove_dead()
             listener = listen(options.address, options.port)
             unix = runtime.listen(path)
     except RefusedError as refusal:
         _tell(refusal.json())
         return
     except (OSError, CkptError) as error:
-        _remove_empty(path.with_suffix(".log"))
+        runtime.remove_empty_log(path)
         _tell(_failure(options, error))
         return
     place = _Place(path, runtime.inode(path))
@@ -61,7 +62,7 @@ def main() -> None:
         asyncio.run(_serve(options, listener, unix, place))
     finally:
         place.leave()
-        _remove_empty(path.with_suffix(".log"))
+        runtime.remove_empty_log(path)
 
 
 @dataclass(slots=True)
@@ -96,12 +97,6 @@ async def _serve(
     await control.close()
     await http.close()
     host.close()
-
-
-def _remove_empty(log: Path) -> None:
-    with suppress(OSError):
-        if not log.stat().st_size:
-            log.unlink()
 
 
 def _refuse_second(name: str) -> None:

@@ -6,10 +6,13 @@ Rules:
    temporary files. Only its user may look into it, and it belongs to this user, or it is not used.
 2. Two processes are on the same host if they have the same folder and the same host name.
 3. A server that binds or removes a socket holds the lock of the folder meanwhile.
+4. A server that starts removes the sockets of killed servers of its user and host. It leaves those
+   of other hosts, which it cannot ask.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -81,6 +84,37 @@ def listen(path: Path) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def remove_dead() -> None:
+    """Removes the sockets of this host that nobody listens on (rule 4); with the lock held."""
+    host = socket.gethostname()
+    if len(host) == _SHOWN // 2:
+        return  # the name of another host may be cut to this one
+    for path in runtime_folder().glob("*.sock"):
+        if path.stem.rpartition("@")[2] == host and _is_dead(path):
+            with suppress(OSError):
+                path.unlink()
+                remove_empty_log(path)
+
+
+def remove_empty_log(path: Path) -> None:
+    """Removes the log beside a socket, if it says nothing."""
+    log = path.with_suffix(".log")
+    with suppress(OSError):
+        if not log.stat().st_size:
+            log.unlink()
+
+
+def _is_dead(path: Path) -> bool:
+    """Whether a socket was left by a process that has ended."""
+    with suppress(OSError):
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking, _short(path) as short:
+        asking.setblocking(False)
+        # A server with too many waiting connections gives another error.
+        return asking.connect_ex(short) == errno.ECONNREFUSED
 
 
 def inode(path: Path) -> int | None:

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,7 @@ from ckpt.live.protocol import MESSAGE_BYTES, MOST_DESCRIPTORS, FileAt, Segment
 from ckpt.stores.live_store import LiveStore
 from tests.live.hosts import (
     TOKEN,
+    Client,
     Hosts,
     check_no_more_descriptors,
     descriptors_of,
@@ -338,6 +341,32 @@ def test_the_socket_of_a_killed_server_is_replaced(hosts: Hosts) -> None:
     assert hosts.start().server != server.server
 
 
+def test_a_server_that_starts_removes_sockets_of_killed_ones_and_no_others(
+    hosts: Hosts, runtime: Path
+) -> None:
+    def socket_of(name: str) -> Path:
+        return runtime_module.socket_path(name)
+
+    killed, crashed, running = (hosts.start(name) for name in ("killed", "crashed", "running"))
+    for server in (killed, crashed):
+        os.kill(server.pid, signal.SIGKILL)
+        until(lambda pid=server.pid: not is_running(pid))  # type: ignore[misc]
+    log = socket_of("crashed").with_suffix(".log")
+    log.write_text("the reason")
+    kept = [socket_of("file"), socket_of("killed").with_name("killed@elsewhere.sock")]
+    kept[0].write_text("a file")
+    runtime_module.listen(kept[1]).close()
+    assert socket_of("killed").exists()
+    hosts.start("next")
+    left = {path.name for path in runtime.glob("*")}
+    there = [socket_of("running"), socket_of("next")]
+    logs = [path.with_suffix(".log") for path in there]
+    assert left == {path.name for path in [*there, *logs, *kept, log]} | {"lock"}
+    assert running.versions() == {}
+    for path in (*kept, log):
+        path.unlink()
+
+
 def test_a_server_ignores_signals_to_the_job(hosts: Hosts) -> None:
     server = hosts.start()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -346,12 +375,12 @@ def test_a_server_ignores_signals_to_the_job(hosts: Hosts) -> None:
     assert os.getsid(server.pid) == server.pid
 
 
-def test_a_server_outlives_the_process_that_started_it_by_its_leases_only(
+def test_a_server_outlives_the_process_that_started_it_by_one_lease_also_if_a_reader_renews(
     hosts: Hosts, runtime: Path
 ) -> None:
     program = (
         "import os, sys; from ckpt.live.process import HostServer; "
-        "server = HostServer.start('policy', token='a-token'); server.own(); "
+        "server = HostServer.start('policy', token='a-token', lease_seconds=0.5); server.own(); "
         "print(server.pid, flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
@@ -361,7 +390,13 @@ def test_a_server_outlives_the_process_that_started_it_by_its_leases_only(
         pid = int(trainer.stdout.readline())
         with HostServer.attach("policy") as reader:
             assert reader.pid == pid
-        trainer.kill()
+            publish_closed(reader, 1, f=b"1")
+            client = Client(reader.address)
+        with client, suppress(OSError, HTTPException):
+            lease = client.lease("policy")
+            trainer.kill()
+            while client.ask("POST", f"/policy/leases/{lease}").status == 200:
+                pass  # and once more
     until(lambda: not is_running(pid))
 
 
