@@ -23,6 +23,7 @@ from ckpt.stores.driver import (
     ObjectInfo,
     PartLimits,
     PastEndError,
+    Session,
     ShortAnswerError,
     in_loop,
 )
@@ -33,6 +34,8 @@ T = TypeVar("T")
 _ONCE = {"retry_total": 0, "connection_timeout": CONNECT_SECONDS, "read_timeout": ANSWER_SECONDS}
 """The client makes no retries: `ckpt.stores.retries` does."""
 _IF_ABSENT = {"match_condition": MatchConditions.IfMissing}
+_STALE = ("AuthenticationFailed", "InvalidAuthenticationInfo")
+"""Codes of a signature or token that has expired, or is not of the account's present key."""
 _BROKEN = (
     exceptions.ServiceRequestError,
     exceptions.ServiceResponseError,
@@ -43,7 +46,7 @@ _BROKEN = (
 )
 
 
-class AzureDriver:
+class AzureDriver(Session):
     """Sends requests through one adlfs file system."""
 
     capabilities = StoreCapabilities(
@@ -51,9 +54,6 @@ class AzureDriver:
     )
     part_limits = PartLimits(1 << 20, 50_000)
     holds_answers = True
-
-    def __init__(self, file_system: Any) -> None:
-        self._fs = file_system
 
     def server(self) -> str:
         """Returns the URL of the account."""
@@ -185,12 +185,18 @@ class AzureDriver:
         if isinstance(error, _BROKEN):
             return ErrorClass.PASSING
         if not isinstance(error, exceptions.HttpResponseError):
-            is_denied = isinstance(error, exceptions.ClientAuthenticationError)
-            return ErrorClass.DENIED if is_denied else ErrorClass.LASTING
+            is_stale = isinstance(error, exceptions.ClientAuthenticationError)
+            return ErrorClass.STALE if is_stale else ErrorClass.LASTING
         code, status = str(getattr(error, "error_code", "") or ""), error.status_code or 0
         if code.endswith(("ContainerNotFound", "ContainerBeingDeleted")):
             return ErrorClass.NO_BUCKET
-        if status in (401, 403):
+        if code.endswith(("BlobArchived", "BlobBeingRehydrated")):
+            return ErrorClass.ARCHIVED
+        if code.endswith(("Md5Mismatch", "Crc64Mismatch", "IncompleteBody")):
+            return ErrorClass.PASSING
+        if status == 401 or code.endswith(_STALE):
+            return ErrorClass.STALE
+        if status == 403:
             return ErrorClass.DENIED
         if status == 416:
             return ErrorClass.PAST_END

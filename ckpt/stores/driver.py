@@ -8,6 +8,7 @@ retries. Paths have the form of the file system: the bucket first, no protocol.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Collection, Coroutine, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -125,6 +126,15 @@ class Driver(Protocol):
         """Returns the class of an error."""
         ...
 
+    @property
+    def session(self) -> object:
+        """The connections and credentials in use."""
+        ...
+
+    def renew(self, session: object) -> None:
+        """Makes the session anew from its sources, unless another thread has replaced this one."""
+        ...
+
 
 class MultipartDriver(Driver, Protocol):
     """A driver that writes large files in parts."""
@@ -151,6 +161,38 @@ class StreamDriver(Driver, Protocol):
     def stream(self, path: str) -> AbstractContextManager[FileWriter]:
         """Returns a writer. The file is complete when the block ends without an exception."""
         ...
+
+
+class Session:
+    """The part of a driver that keeps the file system, and with it the credentials."""
+
+    def __init__(self, file_system: Any) -> None:
+        self._fs = file_system
+
+    @property
+    def session(self) -> object:
+        """The file system in use."""
+        return self._fs
+
+    def renew(self, session: object) -> None:
+        """Makes the file system anew, which reads its credentials again, and puts it into use.
+
+        fsspec keeps file systems by their options. The new one takes the place of the old one.
+        """
+        with _RENEWING:
+            old: Any = self._fs
+            if self._fs is not session:
+                return
+            kind: Any = type(self._fs)
+            known = kind._cache.get(old._fs_token)
+            if known is not None and known is not old:  # by another driver's thread
+                self._fs = known
+                return
+            kind._cache.pop(old._fs_token, None)
+            self._fs = kind(*old.storage_args, **old.storage_options)
+
+
+_RENEWING = threading.Lock()
 
 
 def check_names(package: str, given: Iterable[str], known: Collection[str]) -> None:

@@ -11,7 +11,7 @@ from errno import EROFS
 from typing import IO, Any
 
 from ckpt.stores.capabilities import StoreCapabilities, Unfinished
-from ckpt.stores.driver import ObjectInfo, PastEndError, ShortAnswerError
+from ckpt.stores.driver import ObjectInfo, PastEndError, Session, ShortAnswerError
 from ckpt.stores.retries import ErrorClass
 from formats.storage import Buffer, FileWriter
 from sharding.url_secrets import without_secrets
@@ -22,16 +22,13 @@ _TIMES = ("mtime", "last_modified", "LastModified", "updated", "created")
 """The names of a file's time in different drivers."""
 
 
-class FsspecDriver:
+class FsspecDriver(Session):
     """Sends requests as calls of the file system."""
 
     capabilities = StoreCapabilities(
         put_if_absent=False, atomic_replace=False, hides_unfinished=False, durable=False
     )
     holds_answers = True
-
-    def __init__(self, file_system: Any) -> None:
-        self._fs = file_system
 
     def server(self) -> str:
         """Returns "": the guarantees of a file system are known without a request."""
@@ -150,7 +147,9 @@ class FsspecDriver:
         if isinstance(error, PermissionError):
             return ErrorClass.DENIED
         status = getattr(error, "status", getattr(error, "status_code", None))  # aiohttp's, Azure's
-        if status in (401, 403):
+        if status == 401:
+            return ErrorClass.STALE
+        if status == 403:
             return ErrorClass.DENIED
         if status == 416:
             return ErrorClass.PAST_END

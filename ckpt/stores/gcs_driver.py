@@ -59,7 +59,9 @@ class GcsDriver(FsspecDriver):
         """Returns the class of an error of gcsfs, which has made retries of its own."""
         code: Any = getattr(error, "code", None)
         code = int(code) if str(code).isdecimal() else None
-        if code in (401, 403):
+        if code == 401:
+            return ErrorClass.STALE
+        if code == 403:
             return ErrorClass.DENIED
         if code == 412:
             return ErrorClass.EXISTS

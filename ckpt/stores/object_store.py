@@ -3,8 +3,8 @@
 Rules:
 
 1. All requests go through `_try`. It sends a request again while a retry may help
-   (`ckpt.stores.retries`), and turns a final failure into an error with the URL, the request and
-   the remedy.
+   (`ckpt.stores.retries`), once with credentials that are read anew if the server does not take
+   them, and turns a final failure into an error with the URL, the request and the remedy.
 2. A server may have carried out a request whose response was lost. After a request that must not be
    repeated, the store looks at the result (`_finish`, `_put_absent`).
 3. The store trusts only guarantees that a server has shown. The first commit of a process tests the
@@ -26,7 +26,7 @@ from ckpt.budget import memory_budget
 from ckpt.errors import ExistsError, StoreError
 from ckpt.stores.capabilities import StoreCapabilities, Unfinished
 from ckpt.stores.driver import MultipartDriver, ObjectInfo, PastEndError, StreamDriver
-from ckpt.stores.request_errors import UnsupportedRequestError, explained
+from ckpt.stores.request_errors import UnsupportedRequestError, UploadGoneError, explained
 from ckpt.stores.retries import ErrorClass, OverNetwork, RetryPolicy, retry_policy
 from ckpt.stores.streams import streamed
 from ckpt.stores.uploads import PartSizes, Upload, UploadRequests
@@ -323,9 +323,11 @@ class ObjectStore(OverNetwork):
 
         try:
             self._try("completing", name, finish)
-        except FileNotFoundError:
-            if tries == 1 or self.size(name) != total:
-                raise
+        except (FileNotFoundError, UploadGoneError):
+            with suppress(FileNotFoundError):
+                if tries > 1 and self.size(name) == total:
+                    return
+            raise
 
     def _check_absent(self, name: str) -> None:
         if self.exists(name):
@@ -385,7 +387,7 @@ class ObjectStore(OverNetwork):
 
     def _abort(self, name: str, upload_id: str, policy: RetryPolicy) -> None:
         path = self._path(name)
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, UploadGoneError):
             self._try(
                 "aborting", name, lambda: self._driver.abort_multipart(path, upload_id), policy
             )
@@ -400,12 +402,26 @@ class ObjectStore(OverNetwork):
     ) -> T:
         policy = self._policy if policy is None else policy
         place = f"{self.url}/{name}" if name else self.url
+        driver, is_renewed = self._driver, False
+
+        def request() -> T:
+            nonlocal is_renewed
+            session = driver.session
+            try:
+                return action()
+            except Exception as error:
+                if is_renewed or driver.error_class(error) is not ErrorClass.STALE:
+                    raise
+                is_renewed = True
+            driver.renew(session)
+            return action()
+
         try:
-            return policy.run(action, self._driver.error_class, f"{place}: {doing}", is_over)
+            return policy.run(request, driver.error_class, f"{place}: {doing}", is_over)
         except PastEndError:
             raise
         except Exception as error:
-            kind, seconds = self._driver.error_class(error), policy.deadline_seconds
+            kind, seconds = driver.error_class(error), policy.deadline_seconds
             raise explained(doing, place, error, kind, seconds) from cause_without_secrets(error)
 
     def _path(self, name: str) -> str:

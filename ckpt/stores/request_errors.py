@@ -18,6 +18,10 @@ class UnsupportedRequestError(StoreError):
     """The server does not support a request."""
 
 
+class UploadGoneError(StoreError):
+    """The parts of an upload are gone."""
+
+
 class UnflushedError(StoreError):
     """The file is there under its name, which a loss of power may undo."""
 
@@ -92,6 +96,33 @@ def explained_on_disk(doing: str, place: str, or_missing: bool = False) -> Itera
         raise disk_error(doing, place, error) from error
 
 
+_SOURCES = "storage_options= or the driver's environment variables, files or role"
+_REMEDIES = {
+    ErrorClass.DENIED: (
+        "check the credentials, in storage_options= or the driver's environment variables, and "
+        "their permissions"
+    ),
+    ErrorClass.STALE: (
+        "the server does not take these credentials, which have expired, were replaced or are "
+        f"wrong, also after they were read again from their source; renew them in {_SOURCES}"
+    ),
+    ErrorClass.SKEWED: "set this machine's clock: it differs too much from the server's",
+    ErrorClass.ARCHIVED: (
+        "the file lies in an archive: restore it to a class of storage that can be read at once, "
+        "and exclude the newest checkpoints from the rule of the bucket that archives"
+    ),
+    ErrorClass.QUOTA: (
+        "delete something, such as old checkpoints (`ckpt rm --keep`), or raise the quota"
+    ),
+    ErrorClass.FULL: "the server has no space left: delete something, or choose another one",
+    ErrorClass.OTHER_REGION: (
+        "the bucket lies in another region: name it in storage_options="
+        "{'client_kwargs': {'region_name': ...}} or AWS_DEFAULT_REGION"
+    ),
+}
+"""The remedies of refused requests to a server."""
+
+
 def explained(
     doing: str, place: str, error: Exception, kind: ErrorClass, seconds: float
 ) -> Exception:
@@ -116,11 +147,15 @@ def explained(
             )
         case ErrorClass.NO_BUCKET:
             return StoreError(f"{place}: there is no such bucket: create it or correct the URL")
-        case ErrorClass.DENIED:
-            return StoreError(
-                f"{place}: {doing} it was denied ({said}); check the credentials, in "
-                "storage_options= or the driver's environment variables, and their permissions"
+        case ErrorClass.NO_UPLOAD:
+            return UploadGoneError(
+                f"{place}: {doing} it failed: its parts are gone ({said}): a rule of the bucket, "
+                "`ckpt gc` or another program has aborted the upload; save again"
             )
+        case ErrorClass.DENIED | ErrorClass.STALE | ErrorClass.SKEWED:
+            return AccessDeniedError(f"{place}: {doing} it was denied ({said}); {_REMEDIES[kind]}")
+        case _ if kind in _REMEDIES:
+            return StoreError(f"{place}: {doing} it failed ({said}); {_REMEDIES[kind]}")
         case ErrorClass.PASSING if isinstance(error, CorruptError):
             return CorruptError(f"{place}: {doing} it failed each time: {said}")
         case ErrorClass.PASSING if seconds:

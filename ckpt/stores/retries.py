@@ -6,7 +6,8 @@ Rules:
    responses, 429 and 5xx), until `RetryPolicy.deadline_seconds` after the start of the first try.
    Any other failure, such as a missing permission or bucket, is an error at once.
 2. The pause between tries is a random part of a time that doubles up to `longest_seconds`: ranks
-   that fail together do not retry together.
+   that fail together do not retry together. It is at least as long as the server asks for
+   (`Retry-After`), but does not go beyond the deadline.
 3. A repeated request has the effect of a single one, or its sender looks at the result of the
    first.
 """
@@ -18,7 +19,9 @@ import os
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from enum import Enum
 from typing import TypeVar
 from warnings import warn
@@ -46,8 +49,19 @@ class ErrorClass(Enum):
     EXISTS = "exists"
     """The file exists, against the condition of the request."""
     DENIED = "denied"
-    """No credentials, wrong ones, or no permission."""
+    """No credentials, or no permission."""
+    STALE = "stale"
+    """The server does not take the credentials: they have expired, were replaced or are wrong."""
+    SKEWED = "skewed"
+    """The clock of this machine is wrong."""
+    ARCHIVED = "archived"
+    """The file was moved to a class of storage that must be restored before it is read."""
+    QUOTA = "quota"
+    FULL = "full"
+    OTHER_REGION = "other region"
     NO_BUCKET = "no bucket"
+    NO_UPLOAD = "no upload"
+    """The upload in parts was aborted or completed."""
     UNSUPPORTED = "unsupported"
     """The server does not support the request."""
     PAST_END = "past end"
@@ -101,8 +115,30 @@ class RetryPolicy:
                         self.deadline_seconds,
                         VARIABLE,
                     )
-            self.sleep(min(self.chance() * pause, max(0.0, self.deadline_seconds - waited)))
+                asked = asked_pause(error)
+            rest = max(0.0, self.deadline_seconds - waited)
+            self.sleep(min(max(self.chance() * pause, asked), rest))
             pause = min(2 * pause, self.longest_seconds)
+
+
+def asked_pause(error: BaseException) -> float:
+    """Returns the seconds that a server asks to wait, by the header `Retry-After`; 0 without it.
+
+    The clients of S3 keep headers in a dict of the error, those of Azure and aiohttp in attributes.
+    """
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        headers = response.get("ResponseMetadata", {}).get("HTTPHeaders")
+    else:
+        headers = getattr(response, "headers", None) or getattr(error, "headers", None)
+    told = headers.get("retry-after") or headers.get("Retry-After") if headers else None
+    if not told:
+        return 0.0
+    with suppress(ValueError):
+        return max(0.0, float(told))
+    with suppress(ValueError):
+        return max(0.0, parsedate_to_datetime(told).timestamp() - time.time())
+    return 0.0
 
 
 class OverNetwork:

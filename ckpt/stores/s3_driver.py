@@ -24,6 +24,7 @@ from ckpt.stores.driver import (
     ObjectInfo,
     PartLimits,
     PastEndError,
+    Session,
     ShortAnswerError,
     check_names,
     in_loop,
@@ -38,32 +39,55 @@ SEND_BYTES = 256 << 10
 """Bytes of one write to a connection."""
 RECEIVE_BYTES = 1 << 20
 """The largest read from a connection."""
-_MISSING = ("404", "NoSuchKey", "NoSuchUpload", "NotFound")
+_MISSING = ("404", "NoSuchKey", "NotFound")
 _EXISTS = ("412", "PreconditionFailed")
-_DENIED = (
-    "401",
-    "403",
-    "AccessDenied",
-    "AllAccessDisabled",
+_DENIED = ("401", "403", "AccessDenied", "AllAccessDisabled")
+_STALE = (
     "ExpiredToken",
+    "ExpiredTokenException",
     "InvalidAccessKeyId",
+    "InvalidClientTokenId",
     "InvalidToken",
-    "RequestTimeTooSkewed",
+    "RequestExpired",
     "SignatureDoesNotMatch",
+    "TokenRefreshRequired",
 )
+_REFUSED = {
+    "InvalidObjectState": ErrorClass.ARCHIVED,
+    "NoSuchUpload": ErrorClass.NO_UPLOAD,
+    "RequestTimeTooSkewed": ErrorClass.SKEWED,
+    "QuotaExceeded": ErrorClass.QUOTA,
+    "ServiceQuotaExceeded": ErrorClass.QUOTA,
+    "EntityTooLargeQuota": ErrorClass.QUOTA,
+    "XMinioAdminBucketQuotaExceeded": ErrorClass.QUOTA,
+    "XMinioStorageFull": ErrorClass.FULL,
+    "InsufficientStorage": ErrorClass.FULL,
+    "507": ErrorClass.FULL,
+    "AuthorizationHeaderMalformed": ErrorClass.OTHER_REGION,
+    "IllegalLocationConstraintException": ErrorClass.OTHER_REGION,
+    "PermanentRedirect": ErrorClass.OTHER_REGION,
+    "301": ErrorClass.OTHER_REGION,
+}
+"""Codes with a remedy of their own."""
+_UNTOLD = (301, 307, 400, 401, 403, 507)
+"""The statuses of refusals. The answer to a HEAD has no body that tells the reason."""
 _UNSUPPORTED = ("501", "NotImplemented")
 _PAST_END = ("416", "InvalidRange")
 _PASSING = (
     "408",
     "409",  # a conditional put while another is in progress
     "429",
+    "BadDigest",  # the bytes of a request were changed or cut on the way
     "ConditionalRequestConflict",
+    "IncompleteBody",
     "InternalError",
     "OperationAborted",
     "RequestTimeout",
     "SlowDown",
     "Throttling",
     "ThrottlingException",
+    "XAmzContentChecksumMismatch",
+    "XAmzContentSHA256Mismatch",
 )
 _BROKEN = (
     exceptions.ConnectionError,
@@ -79,7 +103,7 @@ _NO_CREDENTIALS = (exceptions.NoCredentialsError, exceptions.PartialCredentialsE
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
-class S3Driver:
+class S3Driver(Session):
     """Sends requests through one s3fs file system."""
 
     capabilities = StoreCapabilities(
@@ -90,7 +114,7 @@ class S3Driver:
 
     def __init__(self, file_system: Any) -> None:
         _check_options(file_system)
-        self._fs = file_system
+        super().__init__(file_system)
 
     def server(self) -> str:
         """Returns the address of the server."""
@@ -117,7 +141,12 @@ class S3Driver:
 
     def head(self, path: str) -> ObjectInfo:
         """Returns the properties of one object."""
-        head = self._do("head_object", path)
+        try:
+            head = self._do("head_object", path)
+        except exceptions.ClientError as error:
+            if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") in _UNTOLD:
+                self._do("get_object", path, Range="bytes=0-0")  # this answer tells the reason
+            raise
         name = path.rpartition("/")[2]
         return ObjectInfo(name, True, int(head["ContentLength"]), head["LastModified"].timestamp())
 
@@ -227,7 +256,11 @@ class S3Driver:
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         if code == "NoSuchBucket":
             return ErrorClass.NO_BUCKET
+        refused = _REFUSED.get(code) or _REFUSED.get(str(status))
+        if refused is not None:
+            return refused
         for codes, error_class in (
+            (_STALE, ErrorClass.STALE),
             (_PASSING, ErrorClass.PASSING),
             (_MISSING, ErrorClass.MISSING),
             (_EXISTS, ErrorClass.EXISTS),

@@ -13,13 +13,14 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from botocore.exceptions import NoCredentialsError
+from botocore.exceptions import ClientError, NoCredentialsError
 from fsspec.implementations.memory import MemoryFileSystem
 
 import ckpt
-from ckpt.errors import ExistsError, StoreError
+from ckpt.errors import AccessDeniedError, ExistsError, StoreError
 from ckpt.stores import drivers, object_store, served_store
 from ckpt.stores.driver import PartLimits
+from ckpt.stores.retries import ErrorClass, RetryPolicy
 from ckpt.stores.store import Store, open_store
 from ckpt.stores.uploads import PART_BYTES, PartSizes, Upload, UploadRequests
 from formats.errors import CorruptError
@@ -27,7 +28,7 @@ from tests.conftest import Program
 from tests.selection import thorough
 from tests.stores.child import HOST
 from tests.stores.fault_proxy import FaultProxy
-from tests.stores.faults import Fault, Request, dead_between, once, seeded, times
+from tests.stores.faults import Fault, Refusal, Request, dead_between, once, seeded, times
 from tests.stores.server import Server, s3_client
 
 PART = 5 << 20
@@ -136,6 +137,103 @@ def test_an_upload_of_which_a_part_fails_for_good_leaves_nothing(
     assert store.sizes() == {}
 
 
+@pytest.mark.parametrize(
+    ("status", "code", "remedy"),
+    [
+        (403, "AccessDenied", "check the credentials, .* and their permissions"),
+        (400, "ExpiredToken", "have expired, were replaced or are wrong"),
+        (403, "RequestTimeTooSkewed", "set this machine's clock"),
+        (403, "InvalidObjectState", "restore it to a class of storage"),
+        (403, "QuotaExceeded", "raise the quota"),
+        (507, "XMinioStorageFull", "no space left"),
+        (400, "AuthorizationHeaderMalformed", "lies in another region"),
+    ],
+)
+def test_a_refusal_tells_its_own_remedy_at_once(
+    store: Store, proxy: FaultProxy, status: int, code: str, remedy: str
+) -> None:
+    proxy.schedule = lambda request: Refusal(status, code)
+    for ask in (
+        lambda: store.commit("data", b"x", replace=True),
+        lambda: store.exists("data"),  # the answer to a HEAD has no body
+    ):
+        proxy.clear()
+        with pytest.raises(StoreError, match=remedy) as caught:
+            ask()
+        assert code in str(caught.value)
+        assert not isinstance(caught.value, FileNotFoundError)
+        assert proxy.count() <= 6
+
+
+@pytest.mark.parametrize(
+    "code", ["BadDigest", "IncompleteBody", "RequestTimeout", "XAmzContentSHA256Mismatch"]
+)
+def test_a_request_that_was_changed_or_cut_on_its_way_is_sent_again(
+    store: Store, proxy: FaultProxy, code: str
+) -> None:
+    proxy.schedule = times(2, Refusal(400, code), asks("PUT"))
+    store.commit("data", b"right", replace=True)
+    assert content_of(store, "data") == b"right"
+
+
+def test_keys_that_were_replaced_are_read_again_from_their_source(
+    proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "credentials"
+
+    def rotate(key: str) -> None:
+        file.write_text(f"[default]\naws_access_key_id={key}\naws_secret_access_key=s\n")
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    options = {key: v for key, v in proxy.server.options.items() if key not in ("key", "secret")}
+    place = proxy.server.url(f"{tmp_path.name}/run")
+    rotate("KA")
+    with open_store(place, options) as store, open_store(place, options) as other:
+        put(store, "large")
+        rotate("KB")
+        proxy.schedule = lambda one: Refusal(403, "InvalidAccessKeyId") if one.key == "KA" else None
+        put(store, "large", CONTENT[::-1])  # in parts, by several threads
+        assert content_of(store, "large") == CONTENT[::-1]
+        proxy.clear()
+        assert other.exists("large")
+        assert {one.status for one in proxy.seen} == {200, 403}
+        proxy.clear()
+        with open_store(place, options) as later:
+            assert later.exists("large")
+        assert {one.status for one in proxy.seen} == {200}
+        proxy.schedule = lambda one: Refusal(403, "InvalidAccessKeyId")
+        proxy.clear()
+        with pytest.raises(AccessDeniedError, match="after they were read again"):
+            store.commit("data", b"x", replace=True)
+        assert proxy.count() == 2
+
+
+def test_an_upload_that_a_rule_of_the_bucket_has_aborted_is_a_named_error(
+    store: Store, proxy: FaultProxy
+) -> None:
+    for concerns in (asks("PUT", "partNumber=2"), asks("POST", "uploadId")):
+        proxy.schedule = once(Refusal(404, "NoSuchUpload"), concerns)
+        with pytest.raises(StoreError, match=r"its parts are gone .*NoSuchUpload") as caught:
+            put(store, "large")
+        assert not isinstance(caught.value, FileNotFoundError)
+        assert store.sizes() == {}
+
+
+def test_the_pause_that_a_server_asks_for_is_kept_within_the_deadline() -> None:
+    pauses: list[float] = []
+    policy = RetryPolicy(10.0, clock=lambda: sum(pauses), sleep=pauses.append, chance=lambda: 0.0)
+
+    def fail() -> None:
+        headers = {"retry-after": "4"}
+        raise ClientError({"ResponseMetadata": {"HTTPHeaders": headers}}, "PutObject")
+
+    with pytest.raises(ClientError):
+        policy.run(fail, lambda _: ErrorClass.PASSING, "")
+    assert pauses == [4.0, 4.0, 2.0]
+
+
 @pytest.mark.parametrize("seed", [0, thorough(1), thorough(2)])
 def test_what_passes_is_tried_again(store: Store, proxy: FaultProxy, seed: int) -> None:
     faults = [Fault.DROP_REQUEST, Fault.DROP_ANSWER, Fault.BROKEN, Fault.SLOW_DOWN]
@@ -187,7 +285,7 @@ def test_what_will_not_pass_is_an_error_at_once(store: Store, proxy: FaultProxy)
         proxy.clear()
         with pytest.raises(StoreError, match="denied"):
             request()
-        assert proxy.count() == 1
+        assert [one.request.method for one in proxy.seen] in (["GET"], ["HEAD", "GET"], ["PUT"])
 
 
 def test_a_bucket_that_is_missing_is_named_at_once(moto: Server) -> None:

@@ -153,6 +153,13 @@ class Bucket:
     def delete_folder(self, folder: str) -> None:
         """A folder is no object."""
 
+    @property
+    def session(self) -> object:
+        return None
+
+    def renew(self, session: object) -> None:
+        """No credentials are stale."""
+
     def error_class(self, error: BaseException) -> ErrorClass:
         if isinstance(error, Unheard):
             return ErrorClass.PASSING

@@ -27,7 +27,7 @@ from typing import BinaryIO
 from urllib.parse import urlsplit
 
 from tests.stores.child import HOST
-from tests.stores.faults import REFUSALS, Fault, Request, Schedule, no_faults
+from tests.stores.faults import REFUSALS, Fault, Refusal, Request, Schedule, no_faults
 from tests.stores.http_messages import PIECE_BYTES, ClientGone, Message, pieces
 from tests.stores.server import Server
 
@@ -40,7 +40,7 @@ class Seen:
     """What becomes of a request; all of it is told before the client has all of the answer."""
 
     request: Request
-    fault: Fault | None
+    fault: Fault | Refusal | None
     status: int = 0
     """Of the answer; 0 where the client got none."""
     received_bytes: int = 0
@@ -114,7 +114,7 @@ class FaultProxy:
         """Bytes that were downloaded."""
         return sum(one.sent_bytes for one in self.seen)
 
-    def faults(self) -> Collection[Fault]:
+    def faults(self) -> Collection[Fault | Refusal]:
         """Those that befell something."""
         return {one.fault for one in self.seen if one.fault is not None}
 
@@ -158,7 +158,8 @@ class FaultProxy:
         method, target, _ = head.start.split(" ")
         span = head.get("range") or head.get("x-ms-range")
         with self._lock:
-            request = Request(self._number, method, target, span, head.length)
+            key = head.get("authorization").partition("Credential=")[2].partition("/")[0]
+            request = Request(self._number, method, target, span, head.length, key)
             self._number += 1
             self.seen.append(Seen(request, self.schedule(request)))
             return self.seen[-1]
@@ -202,9 +203,10 @@ class Exchange:
         if head.get("expect"):
             self._client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
             head.without("expect")
-        if fault in REFUSALS:
+        refusal = fault if isinstance(fault, Refusal) else REFUSALS.get(fault) if fault else None
+        if refusal is not None:
             self._take(head, lambda piece: None)
-            self._refuse(REFUSALS[fault])
+            self._refuse(refusal)
             return
         if fault is Fault.HANG:
             self._hang()
@@ -290,9 +292,13 @@ class Exchange:
             self._seen.sent_bytes += len(kept)
             self._client.sendall(kept)
 
-    def _refuse(self, refusal: tuple[int, str, str, str]) -> None:
-        request = self._seen.request
-        status, words, code, azure_code = refusal
+    def _refuse(self, refusal: Refusal | tuple[int, str, str, str]) -> None:
+        request, headers = self._seen.request, []
+        if isinstance(refusal, Refusal):
+            status, words, code, azure_code = refusal.status, "No", refusal.code, refusal.code
+            headers = list(refusal.headers)
+        else:
+            status, words, code, azure_code = refusal
         self._seen.status = status
         body = (
             f'<?xml version="1.0" encoding="UTF-8"?><Error><Code>{code}</Code>'
@@ -304,6 +310,7 @@ class Exchange:
                 ("Content-Type", "application/xml"),
                 ("Content-Length", str(len(body))),
                 ("x-ms-error-code", azure_code),
+                *headers,
             ],
         )
         self._client.sendall(answer.encoded() + (b"" if request.method == "HEAD" else body))

@@ -36,6 +36,17 @@ REFUSALS = {
     Fault.SLOW_DOWN: (503, "Slow Down", "SlowDown", "ServerBusy"),
 }
 """Status, its words, S3's code and Azure's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An answer of a server that does not do what it is asked."""
+
+    status: int
+    code: str
+    headers: tuple[tuple[str, str], ...] = ()
+
+
 TRANSIENT = (
     *(Fault.DROP_REQUEST, Fault.DROP_ANSWER, Fault.CUT_ANSWER, Fault.DELAY),
     *(Fault.BROKEN, Fault.UNAVAILABLE, Fault.SLOW_DOWN),
@@ -56,6 +67,8 @@ class Request:
     """The `Range` header, or Azure's `x-ms-range`: `bytes=0-99`; empty where there is none."""
     length: int
     """Bytes of the body, as announced."""
+    key: str = ""
+    """The access key that signed it, on S3."""
 
     @property
     def reads_data(self) -> bool:
@@ -68,7 +81,7 @@ class Request:
         return self.method == "PUT" and self.length > 0
 
 
-Schedule = Callable[[Request], "Fault | None"]
+Schedule = Callable[[Request], "Fault | Refusal | None"]
 
 
 def no_faults(request: Request) -> Fault | None:
@@ -84,7 +97,7 @@ def seeded(
 ) -> Schedule:
     """A fault for some of the requests, at random but the same for a seed and a number."""
 
-    def schedule(request: Request) -> Fault | None:
+    def schedule(request: Request) -> Fault | Refusal | None:
         chance = random.Random(f"{seed} {request.number}")
         if concerns(request) and chance.random() < probability:
             return chance.choice(faults)
@@ -93,18 +106,20 @@ def seeded(
     return schedule
 
 
-def once(fault: Fault, concerns: Callable[[Request], bool] = lambda request: True) -> Schedule:
+def once(
+    fault: Fault | Refusal, concerns: Callable[[Request], bool] = lambda request: True
+) -> Schedule:
     """A fault for the first request that a condition concerns."""
     return times(1, fault, concerns)
 
 
 def times(
-    count: int, fault: Fault, concerns: Callable[[Request], bool] = lambda request: True
+    count: int, fault: Fault | Refusal, concerns: Callable[[Request], bool] = lambda request: True
 ) -> Schedule:
     """A fault for as many of the first requests that a condition concerns."""
     left = [count]
 
-    def schedule(request: Request) -> Fault | None:
+    def schedule(request: Request) -> Fault | Refusal | None:
         if left[0] and concerns(request):
             left[0] -= 1
             return fault
@@ -113,11 +128,11 @@ def times(
     return schedule
 
 
-def nth(number: int, fault: Fault, concerns: Callable[[Request], bool]) -> Schedule:
+def nth(number: int, fault: Fault | Refusal, concerns: Callable[[Request], bool]) -> Schedule:
     """A fault for one of the requests that a condition concerns, counted from 0."""
     seen = [0]
 
-    def schedule(request: Request) -> Fault | None:
+    def schedule(request: Request) -> Fault | Refusal | None:
         if concerns(request):
             seen[0] += 1
             return fault if seen[0] == number + 1 else None
