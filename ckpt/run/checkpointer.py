@@ -257,7 +257,7 @@ class Checkpointer:
 
         A background save has only begun then. All ranks call this, with rising steps. `metrics` are
         numbers by name, `metadata` texts beside those of the run; rank 0's are stored. `dtype` is
-        that of `ckpt.save`, for a last step of weights alone.
+        that of `ckpt.save`, for a last step of weights alone; in memory all is as it is.
 
         Raises:
             ExistsError: the folder has checkpoints of an earlier run, and `restore` was not called.
@@ -492,6 +492,14 @@ class Checkpointer:
     def latest_step(self) -> int | None:
         """Returns the step that was committed last, or None. All ranks call this."""
         return next(iter(self.all_steps()), None)
+
+    def latest_finite_step(self) -> int | None:
+        """Returns the newest step without NaN and infinity, or None. All ranks call this.
+
+        Steps that were saved with `Keep(last_finite=)` tell; a step of another run does not count.
+        """
+        found = (one.step for one in self._ranks.steps() if one.nonfinite == 0)
+        return next(found, None)
 
     def all_steps(self) -> list[int]:
         """Returns the steps that have a checkpoint, the newest first. All ranks call this."""

@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.deleting import delete_step
@@ -337,13 +337,15 @@ class RunRanks:
 
 
 def _row(one: RunStep) -> list[object]:
-    return [one.step, one.name, one.time, one.order, dict(one.metrics), one.is_damaged]
+    age = [one.step, one.name, one.time, one.order]
+    return [*age, dict(one.metrics), one.is_damaged, one.nonfinite]
 
 
 def _of_row(row: Sequence[Any]) -> RunStep:
-    step, name, time, order, metrics, is_damaged = row
+    step, name, time, order, metrics, is_damaged, nonfinite = row
     counted = None if order is None else (int(order[0]), int(order[1]))
-    return RunStep(step, name, time, metrics, is_damaged=is_damaged, order=counted)
+    told = RunStep(step, name, time, metrics, is_damaged=is_damaged, order=counted)
+    return replace(told, nonfinite=nonfinite)
 
 
 def _check_same_step(others: Sequence[tuple[int, int]]) -> None:

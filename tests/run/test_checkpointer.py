@@ -131,6 +131,7 @@ def diverges(folder: str) -> tuple[list[int], list[str]]:
             run.save(step, state)
         run.wait_until_finished()
         steps = run.all_steps()
+        assert run.latest_finite_step() == 3
     logging.getLogger("ckpt.save").removeHandler(handler)
     return steps, told
 
@@ -154,6 +155,8 @@ def test_the_last_step_whose_numbers_are_all_finite_stays(
 def test_numbers_are_counted_only_for_the_rule_that_asks(tmp_path: Path) -> None:
     with ckpt.Checkpointer(tmp_path, every_steps=1, keep=ckpt.Keep(last=2)) as run:
         run.save(1, {"w": torch.tensor([math.nan])})
+        run.wait_until_finished()
+        assert run.latest_finite_step() is None
     assert ckpt.run_steps(tmp_path)[0].nonfinite is None
     assert "nonfinite" not in (tmp_path / "step-1" / "manifest.json").read_text()
 
