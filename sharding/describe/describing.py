@@ -191,8 +191,8 @@ def load_rest(
     """Calls the module's `load_state_dict` with all values but the `LocalPart`s, filled before.
 
     The modules inside are told that the state has these versions; by default, their own.
-    Returns the missing and the unexpected keys: those that the method returns. Only a module with a
-    method of its own sees `strict`. None are missing beside flat parameters, which have other keys.
+    Returns the missing and the unexpected keys: those that the method returns, but for the keys of
+    the values that were filled before. Only a module with a method of its own sees `strict`.
     """
     rest = OrderedDict((n, value) for n, value in state.items() if not isinstance(value, LocalPart))
     is_torchs = type(module).load_state_dict is nn.Module.load_state_dict
@@ -201,16 +201,19 @@ def load_rest(
     unread = _PartsUnread(module, members)
     with _local_state_dicts(module, torch_fsdp.is_in(module)), unread.guarded():
         # Without versions, each module would take the state for one of before its first version.
-        metadata = getattr(module.state_dict(), "_metadata", None)
+        keys = module.state_dict()
+        metadata = getattr(keys, "_metadata", None)
+        clean = CleanNames(module)
         if versions is not None and isinstance(metadata, Mapping):
-            clean = CleanNames(module)
             metadata = {
                 path: {**own, "version": versions.get(clean.prefix(path)[:-1], 1)}
                 for path, own in metadata.items()
             }
         rest._metadata = metadata  # type: ignore[attr-defined]
         result = module.load_state_dict(rest, strict=strict and not is_torchs and not has_parts)
-    missing = [] if has_parts else [*getattr(result, "missing_keys", ())]
+    missing = [*getattr(result, "missing_keys", ())]
+    if has_parts:  # the parts, under their own names or those of flat parameters, were filled
+        missing = [key for key in missing if key not in keys and clean.of(key) not in state]
     return missing, [*getattr(result, "unexpected_keys", ())]
 
 

@@ -269,6 +269,29 @@ def test_extra_state_is_loaded_and_the_kind_of_state_dict_stays_what_it_was(
     assert torch.equal(read["0.layer.weight"], plain[0].layer.weight)
 
 
+class Wants(nn.Linear):
+    """Its load misses a key that no state dict has."""
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state, prefix, *rest)
+        rest[2].append(f"{prefix}scale")
+
+
+def missed(how: str, folder: str) -> list[str]:
+    model = wrapped(how, make=lambda seed: nn.Sequential(Wants(3, 4), nn.Linear(4, 2)))
+    ckpt.save(folder, model, overwrite=True)
+    with pytest.raises(ckpt.MismatchError) as caught:
+        ckpt.load(folder, model)
+    return [difference.name for difference in caught.value.differences]
+
+
+def test_a_key_that_a_modules_own_load_misses_is_an_error_beside_flat_parameters(
+    clusters: Callable[[int], Any], tmp_path: Path
+) -> None:
+    for how in ("flat", "original", "composable", "torch-flat", "torch-original"):
+        assert clusters(2).run(missed, how, str(tmp_path)) == [["0.scale"]] * 2, how
+
+
 def cast_buffers(folder: str) -> tuple[str, float]:
     mixed = sharding.MixedPrecision(buffer_dtype=torch.bfloat16)
     model = FullyShardedDataParallel(network(), mixed_precision=mixed)

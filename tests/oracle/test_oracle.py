@@ -47,7 +47,6 @@ KNOWN: dict[tuple[str, str], str] = {
     ("hooks that rename", "*FSDP*"): "the hook's own KeyError: flat parameters have other keys",
     ("hook that adds a key", "*fully_shard*"): "the hook makes a partial DTensor, which is refused",
     ("compiled with own entries", "*fully_shard*"): "its class shows its own entries twice",
-    ("own load that misses a key", "*FSDP*"): "missing keys are not known beside flat parameters",
     (
         "own state_dict and load_state_dict",
         "* on *",
