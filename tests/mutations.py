@@ -473,9 +473,9 @@ MUTATIONS = (
     Mutation(
         "stores: a commit does not replace another",
         "            self.flush()  # the files that this one names must be durable first\n"
-        "            self._give_name(part, name, replace)",
+        "            self._give_name(part, name, replace, written)",
         "            self.flush()  # the files that this one names must be durable first\n"
-        "            self._give_name(part, name, True)",
+        "            self._give_name(part, name, True, written)",
         "ckpt/store ckpt/commit stores/contract",
     ),
     Mutation(

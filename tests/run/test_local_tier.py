@@ -237,10 +237,10 @@ def listing(folder: Path) -> dict[str, bytes]:
 KILLED = """
 import os, sys, torch, ckpt
 from ckpt.stores.local_store import LocalStore
-def dies(store, part, name, replace):
+def dies(store, part, name, *more):
     if name == "manifest.json" and "near" in store.url:
         os._exit(9)
-    named(store, part, name, replace)
+    named(store, part, name, *more)
 LocalStore._give_name, named = dies, LocalStore._give_name
 run = ckpt.Checkpointer(sys.argv[1], every_steps=9, local=sys.argv[2], local_every_steps=1)
 run.save(1, {"w": torch.zeros(3)})
