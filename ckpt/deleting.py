@@ -104,8 +104,8 @@ def was_deleted(
             _check_unused_but_by(gone, store)
             gone.add(place)
             return True
-        withdraw(store, data)
-        _remove_all(store, files)
+        if withdraw(store, data):
+            _remove_all(store, files)
     return True
 
 

@@ -211,9 +211,12 @@ class LocalStore:
             with suppress(OSError):
                 part.unlink()
 
-    def commit(self, name: str, data: bytes, replace: bool) -> None:
+    def commit(
+        self, name: str, data: bytes, replace: bool, check: Callable[[], object] | None = None
+    ) -> None:
         """Writes a small file atomically and flushes the folder (rule 2).
 
+        `check` is called once all bytes are flushed, directly before the file gets its name.
         Raises ExistsError if the file exists, unless `replace`; UnflushedError if it has its name
         now and the folder cannot be flushed.
         """
@@ -227,6 +230,8 @@ class LocalStore:
             finally:
                 close_descriptor(descriptor)
             self.flush()  # the files that this one names must be durable first
+            if check is not None:
+                check()
             self._give_name(part, name, replace, written)
             self._files.forget(name)
         finally:
@@ -280,15 +285,17 @@ class LocalStore:
                 raise
             _flush(self._folder.parent)
 
-    def delete(self, name: str) -> None:
-        """Removes a file, if it exists."""
-        where = self._shown(name)
+    def delete(self, name: str) -> bool:
+        """Removes a file; returns whether it existed. One of several processes removes it."""
+        where, is_removed = self._shown(name), False
         with suppress(FileNotFoundError), explained_on_disk("removing", where, or_missing=True):
             if self._held is None:
                 (self._folder / name).unlink()
             else:
                 os.unlink(name, dir_fd=self._held)
+            is_removed = True
         self._files.forget(name)
+        return is_removed
 
     def remove_if_empty(self) -> None:
         """Removes the folder durably if it is empty."""

@@ -6,7 +6,7 @@ Rules:
    (`ckpt.stores.retries`), once with credentials that are read anew if the server does not take
    them, and turns a final failure into an error with the URL, the request and the remedy.
 2. A server may have carried out a request whose response was lost. After a request that must not be
-   repeated, the store looks at the result (`_finish`, `_put_absent`).
+   repeated, the store looks at the result (`_finish`, `_send`).
 3. The store trusts only guarantees that a server has shown. The first commit of a process tests the
    server (`_put_absent`), and the result holds for all folders of that server.
 4. Folders are prefixes. The store creates and removes none where they are not objects.
@@ -196,13 +196,15 @@ class ObjectStore(OverNetwork):
                 if not replace and driver.capabilities.hides_unfinished:
                     self._check_absent(name)
 
-    def commit(self, name: str, data: bytes, replace: bool) -> None:
+    def commit(
+        self, name: str, data: bytes, replace: bool, check: Callable[[], object] | None = None
+    ) -> None:
         """Writes a small file in one request; unless `replace`, on the condition of its absence."""
-        path, view = self._path(name), memoryview(data)
+        view = memoryview(data)
         if replace:
-            self._try("writing", name, lambda: self._driver.put(path, view))
-            return
-        self._put_new(name, view)
+            self._send(name, view, self._driver.put, check)
+        else:
+            self._put_new(name, view, check)
 
     def unfinished(self) -> list[Unfinished]:
         """Returns incomplete uploads in parts. A process may still be writing one."""
@@ -214,11 +216,23 @@ class ObjectStore(OverNetwork):
         """Aborts an incomplete upload, if it exists."""
         self._abort(unfinished.name, unfinished.upload_id, self._policy)
 
-    def delete(self, name: str) -> None:
-        """Removes a file, if it exists."""
-        path = self._path(name)
-        with suppress(FileNotFoundError):
-            self._try("deleting", name, lambda: self._driver.delete(path))
+    def delete(self, name: str) -> bool:
+        """Removes a file, if it exists. Returns False for one that was not there at the first try.
+
+        S3 does not tell. A later try finds no file if the answer to the first was lost.
+        """
+        path, tries = self._path(name), 0
+
+        def delete() -> None:
+            nonlocal tries
+            tries += 1
+            self._driver.delete(path)
+
+        try:
+            self._try("deleting", name, delete)
+        except FileNotFoundError:
+            return tries > 1
+        return True
 
     def remove_if_empty(self) -> None:
         """Removes the folder if it is empty, on servers with folders."""
@@ -333,35 +347,73 @@ class ObjectStore(OverNetwork):
         if self.exists(name):
             raise ExistsError(f"{self.url}/{name} exists already")
 
-    def _put_new(self, name: str, data: memoryview) -> None:
+    def _put_new(
+        self, name: str, data: memoryview, check: Callable[[], object] | None = None
+    ) -> None:
         """Writes a new file. Raises ExistsError if the file exists."""
         if self.capabilities.put_if_absent is not True:
             self._check_absent(name)
-        self._put_absent(name, data)
+        self._put_absent(name, data, check)
 
-    def _put_absent(self, name: str, data: memoryview) -> None:
-        """Writes a new file on condition, and learns whether the server honours it (rule 3)."""
+    def _send(
+        self,
+        name: str,
+        data: memoryview,
+        request: Callable[[str, memoryview], None],
+        check: Callable[[], object] | None,
+    ) -> None:
+        """Writes a file in one request, until it is answered (rule 2).
+
+        Before a further try the file may have the bytes already: then the answer was lost. If it
+        has not, others may have changed what `check` looks at.
+        """
         path, tries = self._path(name), 0
 
-        def put() -> None:
+        def send() -> Exception | None:
             nonlocal tries
             tries += 1
-            self._driver.put_if_absent(path, data)
+            if tries > 1 and self._has(path, data):
+                return None
+            try:
+                if check is not None:
+                    check()
+            except Exception as error:  # not one of this request: no further try helps
+                return error
+            request(path, data)
+            return None
 
         try:
-            self._try("writing", name, put)
+            refusal = self._try("writing", name, send)
+        except ExistsError:
+            if tries == 1 or not self._try("reading", name, lambda: self._has(path, data)):
+                raise
+        else:
+            if refusal is not None:
+                raise refusal
+
+    def _has(self, path: str, data: memoryview) -> bool:
+        try:
+            return self._driver.get(path, len(data)) == bytes(data)
+        except Exception as error:
+            if self._driver.error_class(error) is ErrorClass.MISSING:
+                return False
+            raise
+
+    def _put_absent(self, name: str, data: memoryview, check: Callable[[], object] | None) -> None:
+        """Writes a new file on condition, and learns whether the server honours it (rule 3)."""
+        path = self._path(name)
+        try:
+            self._send(name, data, self._driver.put_if_absent, check)
         except ExistsError:
             self._learn(True)
-            # The response of a successful try may have been lost: then the bytes are equal.
-            if tries == 1 or self.read_whole(name, max(len(data), self.size(name))) != data:
-                raise
+            raise
         except UnsupportedRequestError:
             self._learn(False)
-            self._try("writing", name, lambda: self._driver.put(path, data))
+            self._send(name, data, self._driver.put, check)
         else:
             if self.capabilities.put_if_absent is None:
                 try:
-                    self._try("writing again", name, put)
+                    self._try("writing again", name, lambda: self._driver.put_if_absent(path, data))
                 except ExistsError:
                     self._learn(True)
                 except StoreError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -45,11 +45,13 @@ class ReadOnlyStore(OverNetwork):
         """Raises StoreError."""
         self._refuse(name)
 
-    def commit(self, name: str, data: bytes, replace: bool) -> None:
+    def commit(
+        self, name: str, data: bytes, replace: bool, check: Callable[[], object] | None = None
+    ) -> None:
         """Raises StoreError."""
         self._refuse(name)
 
-    def delete(self, name: str) -> None:
+    def delete(self, name: str) -> bool:
         """Raises StoreError."""
         self._refuse(name)
 

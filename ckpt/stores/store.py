@@ -16,7 +16,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -72,8 +72,14 @@ class Store(Reader, Protocol):
         """
         ...
 
-    def commit(self, name: str, data: bytes, replace: bool) -> None:
-        """Writes a small file atomically. Raises ExistsError if it exists, unless `replace`."""
+    def commit(
+        self, name: str, data: bytes, replace: bool, check: Callable[[], object] | None = None
+    ) -> None:
+        """Writes a small file atomically. Raises ExistsError if it exists, unless `replace`.
+
+        `check` is called directly before the file gets its name, and again before each further
+        try; its error leaves things as they are.
+        """
         ...
 
     def modified(self, name: str) -> float:
@@ -99,8 +105,8 @@ class Store(Reader, Protocol):
         """Removes an unfinished file, if it exists. A process that still writes to it fails."""
         ...
 
-    def delete(self, name: str) -> None:
-        """Removes a file, if it exists."""
+    def delete(self, name: str) -> bool:
+        """Removes a file, if it exists. Returns False if the store tells that it did not."""
         ...
 
     def remove_if_empty(self) -> None:

@@ -55,14 +55,15 @@ def commit(
     `began` is the result of `now` before the first file was created. `base` is the URL of an
     incremental save's base, and the digest of its manifest. `here` has the files that this folder
     must have, if hosts have folders of their own; by default all files. `look` is called directly
-    before the manifest is written; its error forbids that.
+    before the manifest gets its name, once all bytes are durable; its error forbids that.
 
     Raises:
         StoreError: files are missing or have other sizes, the attempt took too long, or the base is
             gone; there is no new checkpoint.
         ExistsError: a checkpoint of any format is there, and `overwrite` is False.
     """
-    names = _check_all_are_seen(store, manifest.files if here is None else here)
+    files = manifest.files if here is None else here
+    names = _check_all_are_seen(store, files)
     if not overwrite:
         check_no_other(store.url, names)
     old = _committed(store) if overwrite else None
@@ -72,12 +73,25 @@ def commit(
             f"{GRACE_SECONDS / 3600:g} the files count as left-overs; nothing was committed: save "
             "again"
         )
-    data = dump(manifest)
-    if look is not None:
-        look()
+    data, tries = dump(manifest), 0
+
+    def check() -> None:
+        nonlocal tries
+        tries += 1
+        if tries > 1:  # the answer to a try was lost: meanwhile others may have changed all this
+            _check_all_are_seen(store, files)
+            if overwrite and _committed(store) != old:
+                raise StoreError(
+                    f"{store.url}/{MANIFEST}: the answer to its write was lost, and another "
+                    "process has replaced or deleted it since; look which checkpoint is there, "
+                    "and save again"
+                )
+        if look is not None:
+            look()
+
     is_durable = True
     try:
-        store.commit(MANIFEST, data, replace=overwrite)
+        store.commit(MANIFEST, data, overwrite, check)
     except UnflushedError as error:
         is_durable = False
         warn(NotDurableWarning(f"{error}; the checkpoint is complete"), stacklevel=2)
@@ -140,8 +154,11 @@ def is_not_there(store: Store, attempt: str, error: BaseException) -> bool:
         return False
 
 
-def withdraw(store: Store, data: bytes) -> None:
+def withdraw(store: Store, data: bytes) -> bool:
     """Deletes a manifest with these bytes durably, if no checkpoint borrows from its files.
+
+    Returns False if another process has deleted it meanwhile: that one deletes the files as well,
+    unless it puts the manifest back.
 
     Raises:
         InUseError: a checkpoint borrows from the files. The manifest is in its place.
@@ -149,7 +166,8 @@ def withdraw(store: Store, data: bytes) -> None:
             gone and its files stay.
     """
     check_unused(store.url, store.options)
-    store.delete(MANIFEST)
+    if not store.delete(MANIFEST):
+        return False
     try:
         store.flush()
         check_unused(store.url, store.options)
@@ -163,6 +181,7 @@ def withdraw(store: Store, data: bytes) -> None:
                 f"{store.url}: the checkpoint is gone, and its files stay, for `ckpt gc`: {error}"
             ) from again
         raise
+    return True
 
 
 def _committed(store: Store) -> bytes | None:

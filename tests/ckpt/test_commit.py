@@ -239,11 +239,11 @@ def test_a_delete_removes_nothing_behind_a_link_that_comes_into_its_place(
     before = {one: one.read_bytes() for one in (tmp_path / "other").iterdir()}
     delete = LocalStore.delete
 
-    def swapped(store: LocalStore, name: str) -> None:
+    def swapped(store: LocalStore, name: str) -> bool:
         if name == "manifest.json":
             (tmp_path / "one").rename(tmp_path / "moved")
             (tmp_path / "one").symlink_to("other")
-        delete(store, name)
+        return delete(store, name)
 
     monkeypatch.setattr(LocalStore, "delete", swapped)
     ckpt.delete(tmp_path / "one")

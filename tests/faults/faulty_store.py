@@ -266,14 +266,16 @@ class FaultyStore:
             self._faults.meet(operation, fault)
             raise _error(fault, name)
 
-    def commit(self, name: str, data: bytes, replace: bool) -> None:
+    def commit(
+        self, name: str, data: bytes, replace: bool, check: Callable[[], object] | None = None
+    ) -> None:
         def commit(data: bytes) -> None:
-            self._inner.commit(name, data, replace)
+            self._inner.commit(name, data, replace, check)
 
         self._faults.do("commit", name, lambda: commit(data), lambda: commit(_flipped(data)))
 
-    def delete(self, name: str) -> None:
-        self._faults.do("delete", name, lambda: self._inner.delete(name))
+    def delete(self, name: str) -> bool:
+        return bool(self._faults.do("delete", name, lambda: self._inner.delete(name)))
 
     def remove_if_empty(self) -> None:
         self._faults.do("remove_if_empty", "", self._inner.remove_if_empty)

@@ -1,11 +1,12 @@
 """A bucket in memory, as a driver of the product's own object store. Each request is a call.
 
 Its `conditions` are those of a server: it honours `If-None-Match`, or refuses it, or ignores it in
-silence. A listing has pages of `PAGE` names and is no snapshot over pages. Three things may happen
-to a write, if the policy so chooses:
+silence. A listing has pages of `PAGE` names and is no snapshot over pages. One of these
+happens to a write, as the policy chooses:
 
 - "answered": it is carried out, and the client hears of it;
 - "unheard": it is carried out, and the answer is lost, so that the client sends it again;
+- "dropped": it is lost on the way, and the client sends it again;
 - "late": the client gives up, and it is carried out later, or twice: a request in the network is
   an actor of its own.
 """
@@ -196,15 +197,17 @@ class Bucket:
 
         outcome = "answered"
         if scheduler is not None and current() is not None:
-            outcome = scheduler.choose("answered", "unheard", *(("late",) * self.is_late))
+            more = ("late",) if self.is_late else ()
+            outcome = scheduler.choose("answered", "unheard", "dropped", *more)
         if scheduler is not None and outcome == "late":
             self._late += 1
             # A kill of the process does not end its requests in the network.
             sender = copy(current().process)  # type: ignore[union-attr]
             scheduler.add(f"late {name} {self._late}", carry_out, sender).is_request = True
             raise Unheard
-        carry_out()
-        if outcome == "unheard":
+        if outcome != "dropped":
+            carry_out()
+        if outcome != "answered":
             raise Unheard
 
     def _before(self, name: str, place: str, reads: set[str] | None = None) -> None:

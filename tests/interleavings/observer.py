@@ -25,6 +25,8 @@ from formats.native.manifest import MANIFEST, Manifest, load
 from tests.interleavings.simulation import CLOCK_SECONDS, Store, World, here
 
 Order = tuple[int, int]
+MOST_CALLS_AFTER_LOOK = 1
+"""Between a job's look for another owner and the commit lies the request that commits."""
 _OWNER = re.compile(r"owner-(\d+)\.json")
 _parsed: dict[bytes, Manifest] = {}
 
@@ -140,20 +142,22 @@ class Observer:
         later = [at for other, at in self.taken.items() if other > epoch > 0]
         if not later or self.world.scheduler is None:
             return
-        looked = here().looked
+        looked, end = here().looked
         if self.has_locks and looked > min(later):
             self.world.fail(
                 f"{here().name} {doing} under epoch {epoch}, and has looked after epoch "
                 f"{max(self.taken)} was taken"
             )
-        own = [a for a, _ in self.world.scheduler.trace[looked:] if a.process is here()]
+        own = [call for actor, call in self.world.scheduler.trace[end:] if actor.process is here()]
         self.widest = max(self.widest, len(own))
+        if len(own) > MOST_CALLS_AFTER_LOOK:
+            self.world.fail(f"{here().name} {doing} {len(own)} calls after its look: {own}")
 
     def _check_removal(self, folder: str) -> None:
         """Invariant 4, for a removal by a job's own rule."""
         mine = self._epochs.get(here().name, 0)
         later = [at for other, at in self.taken.items() if other > mine > 0]
-        if later and self.has_locks and here().looked > min(later):
+        if later and self.has_locks and here().looked[0] > min(later):
             self.world.fail(f"{here().name} removes {folder}, and has looked after the take-over")
         if later and here().name in self._removed_late:
             self.world.fail(f"{here().name} removes a second checkpoint after the take-over")

@@ -332,7 +332,7 @@ class Randomly:
     def choose(self, outcomes: Sequence[str]) -> str:
         if self._losses and self._chance.random() < 0.15:
             self._losses -= 1
-            return self._chance.choice(outcomes)
+            return self._chance.choice(outcomes[1:])
         return outcomes[0]
 
 

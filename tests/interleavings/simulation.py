@@ -54,8 +54,8 @@ class Process:
     """Its clock jumps by up to so much, forward and back, each time that it is read."""
     lane: in_flight.Lane = field(default_factory=in_flight.Lane)
     warned: list[Warning] = field(default_factory=list)
-    looked: int = 0
-    """The number of calls, of all, before its last look for another owner of the run."""
+    looked: tuple[int, int] = (0, 0)
+    """The numbers of calls, of all, at the begin and the end of its last look for another owner."""
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.name)
@@ -245,9 +245,13 @@ def simulation() -> Iterator[Threads]:
             here().warned.append(message)
 
     def look(owner: Ownership) -> Any:
-        if _world is not None and _world.scheduler is not None:
-            here().looked = len(_world.scheduler.trace)
-        return real_look(owner)
+        scheduler = None if _world is None else _world.scheduler
+        if scheduler is None:
+            return real_look(owner)
+        began = len(scheduler.trace)
+        names = real_look(owner)
+        here().looked = began, len(scheduler.trace)
+        return names
 
     lane, removals = _LaneOfProcess(), WeakKeyDictionary[threading.Thread, Actor | None]()
     for name, call in system_calls(lambda: None if _world is None else _world.disk).items():

@@ -51,6 +51,40 @@ def test_a_hundred_thousand_random_schedules_keep_each_promise(name: str, thread
         search(STORIES[name], store, range(-(-ALL_RUNS // SHARES)), threads)
 
 
+FOUND = {
+    "a try whose answer was lost is not sent again over a later save": (
+        "saves_over_one_place_beside_a_reader|HONOURED|140|one*3, answered, one, other*3, answered,"
+        " other*5, unheard, other, answered, reader*2, one, reader*3, one*3, dropped, answered,"
+        " one*4, answered, one, other"
+    ),
+    "a later save does not delete the files of one that is sent again": (
+        "saves_over_one_place_beside_a_reader|IGNORED|298|one*3, answered, one*2, other*3,"
+        " answered, other*5, unheard, other, answered, reader*5, one*3, answered, one*2, other*3,"
+        " one*2, answered, one"
+    ),
+    "a job looks for another owner before it sends its commit again": (
+        "a_job_that_takes_the_run_over|REFUSED|105|older*3, answered, older*5, reader*16, newer*23,"
+        " older, unheard, older, answered, newer*9, answered, newer*3, older"
+    ),
+    "of two deletions of one step one deletes its files, and none puts its manifest back": (
+        "a_deletion_beside_removals_by_rule|disk|10|retention*4, remover*5, retention*3, remover,"
+        " retention*22, remover*5, retention*9, remover*2, retention*3, remover*2, retention*19,"
+        " remover*18, retention*14"
+    ),
+    "a job on a disk looks for another owner after the last flush": (
+        "a_job_that_takes_the_run_over|disk|27|older*27, reader*16, newer*92, older*5"
+    ),
+}
+"""Schedules that have broken a promise."""
+
+
+@pytest.mark.parametrize("promise", FOUND)
+def test_a_schedule_that_was_found_breaks_no_promise_any_more(
+    promise: str, threads: Threads
+) -> None:
+    replayed(FOUND[promise], threads)
+
+
 @pytest.mark.parametrize("store", [Conditions.HONOURED, pytest.param(DISK, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["a_collection_beside_a_save", "saves_to_one_free_place"])
 def test_every_order_of_two_actors_keeps_each_promise(
