@@ -191,8 +191,8 @@ def load_rest(
     """Calls the module's `load_state_dict` with all values but the `LocalPart`s, filled before.
 
     The modules inside are told that the state has these versions; by default, their own.
-    Returns the missing and the unexpected keys: those that the method returns, but for the keys of
-    the values that were filled before. Only a module with a method of its own sees `strict`.
+    Returns the missing and the unexpected names: those that the method returns, but for the values
+    that were filled before. Only a module with a method of its own sees `strict`.
     """
     rest = OrderedDict((n, value) for n, value in state.items() if not isinstance(value, LocalPart))
     is_torchs = type(module).load_state_dict is nn.Module.load_state_dict
@@ -211,10 +211,11 @@ def load_rest(
             }
         rest._metadata = metadata  # type: ignore[attr-defined]
         result = module.load_state_dict(rest, strict=strict and not is_torchs and not has_parts)
-    missing = [*getattr(result, "missing_keys", ())]
+    missing: Iterable[str] = getattr(result, "missing_keys", ())
     if has_parts:  # the parts, under their own names or those of flat parameters, were filled
         missing = [key for key in missing if key not in keys and clean.of(key) not in state]
-    return missing, [*getattr(result, "unexpected_keys", ())]
+    unexpected: Iterable[str] = getattr(result, "unexpected_keys", ())
+    return [*map(clean.of, missing)], [*map(clean.of, unexpected)]
 
 
 def state_dict_keys(module: nn.Module) -> dict[str, str]:
