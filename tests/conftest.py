@@ -24,7 +24,7 @@ from hypothesis import settings
 import tests.old_torch  # noqa: F401
 from tests import selection
 from tests.garbage import collect_garbage
-from tests.selection import pairs, quick
+from tests.selection import covering, pairs, quick, values_of
 from tests.stores.fixtures import azurite_server, gcs_server, moto, radosgw_server, servers
 
 __all__ = ["azurite_server", "gcs_server", "moto", "radosgw_server", "servers"]
@@ -301,15 +301,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
             continue
-        is_costly = ON_RANKS & {*item.fixturenames} or any(item.iter_markers("costly"))
-        is_marked = any(item.get_closest_marker(name) for name in ("slow", "thorough"))
-        if is_costly and not is_marked:
+        is_costly = ON_RANKS & {*item.fixturenames} or any(
+            item.get_closest_marker(name) for name in ("costly", "wide")
+        )
+        by_hand = {mark.name for mark in item.callspec.marks}
+        if is_costly and not {"slow", "thorough"} & by_hand:
             functions.setdefault((item.path, item.originalname), []).append(item)
     for (_, name), cases in functions.items():
         told = [{key: repr(value) for key, value in c.callspec.params.items()} for c in cases]
-        in_quick, in_all = quick(told, name), pairs(told, name)
+        is_wide = cases[0].get_closest_marker("wide") is not None
+        in_all = covering(told, name, values_of(told)) if is_wide else pairs(told, name)
+        in_quick = quick(told, name)
         for index, case in enumerate(cases):
-            if index not in in_all:
+            if index not in in_all | in_quick:
                 case.add_marker(pytest.mark.slow)
             elif index not in in_quick:
                 case.add_marker(pytest.mark.thorough)

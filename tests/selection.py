@@ -8,9 +8,11 @@ the test. Rules:
    setting (one of up to five; and one rank, which costs little, is not counted). Which third,
    differs from test to test: the tests of a file together have all values.
 2. `make test-all` has every pair of values of two parameters; so of one or two parameters it has
-   every case.
+   every case. Of a test with the mark `wide`, a product that takes long, it has each value of each
+   parameter at least once.
 3. The rest has the mark `slow`.
-4. A case that has the mark `thorough` or `slow` by hand takes no part in this.
+4. A test that has the mark `thorough` by hand is none of `make test`. A parameter with the mark
+   `thorough` or `slow` takes no part in this.
 5. A property has a third of its examples in `make test`, and so have a few tests of their trials.
 
 The choice depends on the name of the test and the values, and on nothing else.
@@ -90,10 +92,20 @@ def quick(cases: Sequence[Case], name: str) -> set[int]:
     >>> [tuple(cases[i].values()) for i in sorted(quick(cases, "test"))]
     [('1', 'a'), ('2', 'b')]
     """
-    values = values_of(cases)
-    wanted = {}
-    for each, known in values.items():
-        wanted[each] = third(known, f"{name} {each}") if each in SETTINGS else known
+    wanted = values_of(cases)
+    for each, known in wanted.items():
+        if each in SETTINGS:
+            wanted[each] = third(known, f"{name} {each}")
+    return covering(cases, name, wanted)
+
+
+def covering(cases: Sequence[Case], name: str, wanted: dict[str, list[str]]) -> set[int]:
+    """Which few cases have each wanted value of each parameter at least once.
+
+    >>> cases = [{"a": a, "b": b} for a in "123" for b in "45"]
+    >>> [tuple(cases[i].values()) for i in sorted(covering(cases, "test", values_of(cases)))]
+    [('1', '5'), ('2', '4'), ('3', '4')]
+    """
     chosen: set[int] = set()
     allowed = [i for i, case in enumerate(cases) if all(case[n] in wanted[n] for n in wanted)]
     if not allowed:  # the cases are no product

@@ -188,7 +188,7 @@ def check(
         assert not problems, f"rank {rank} of {target}\n" + "\n".join(problems)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_runs_that_compute_alike_are_equal_and_all_others_close(
     saved: Callable[[Run], str],
 ) -> None:
@@ -204,6 +204,7 @@ def named(run: Run) -> str:
     return f"{run[0]}-on-{run[1]}"
 
 
+@pytest.mark.wide
 @pytest.mark.thorough
 @pytest.mark.parametrize("target", covering(), ids=named)
 def test_any_trainer_loads_what_any_other_saved_and_goes_on_as_it_would_have(

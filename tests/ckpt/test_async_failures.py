@@ -474,6 +474,7 @@ print(ckpt.read(folder)["model"]["weight"].equal(before))
     assert trainer(body, tmp_path).communicate(timeout=SECONDS) == ("5\nTrue\n", "")
 
 
+@pytest.mark.thorough
 @pytest.mark.costly
 @pytest.mark.parametrize("method", ["tcp", "file"])
 @pytest.mark.parametrize("first", [0, 1])

@@ -55,6 +55,7 @@ def train_while_saving(kind: str, folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind", [kind if kind in QUICK_KINDS else thorough(kind) for kind in KINDS]
 )

@@ -225,6 +225,7 @@ def times_stored(manifest: Manifest, folder: Path) -> dict[str, set[int]]:
     return found
 
 
+@pytest.mark.thorough
 @settings(max_examples=examples(80))
 @given(tensors, kinds_at_sizes, kinds_at_sizes, st.sampled_from([32, 16 << 20]), st.booleans())
 def test_any_kind_becomes_any_kind_at_any_world_size_to_the_bit(

@@ -120,6 +120,7 @@ def plans(draw: st.DrawFn) -> FilePlan:
     return FilePlan("f", [*parts, *[part for t in tensors for part in (t, b"x")]])
 
 
+@pytest.mark.thorough
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     plan=plans(),

@@ -334,6 +334,7 @@ def count_exchanges(folder: str, differs: bool) -> list[str]:
     return stages
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("differs", [False, True])
 def test_ranks_that_agree_say_so_in_the_one_exchange_that_there_is(
     clusters: Callable, tmp_path: Path, differs: bool

@@ -18,6 +18,7 @@ SAMPLE = 75
 
 
 # Python swallows what is raised in a `__del__`, an interrupt too, and says so.
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("staging", ["copied", "overlapped"])
 def test_steps_and_saves_go_on_wherever_a_save_in_the_background_was_interrupted(

@@ -102,6 +102,7 @@ def test_a_large_file_goes_in_parts(store: Store, proxy: FaultProxy) -> None:
     assert store.unfinished() == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("nbytes", [4, thorough(PART), PART + 3, thorough(2 * PART)])
 def test_the_start_of_a_large_file_is_sent_last(
     store: Store, proxy: FaultProxy, nbytes: int
@@ -234,6 +235,7 @@ def test_the_pause_that_a_server_asks_for_is_kept_within_the_deadline() -> None:
     assert pauses == [4.0, 4.0, 2.0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [0, thorough(1), thorough(2)])
 def test_what_passes_is_tried_again(store: Store, proxy: FaultProxy, seed: int) -> None:
     faults = [Fault.DROP_REQUEST, Fault.DROP_ANSWER, Fault.BROKEN, Fault.SLOW_DOWN]
@@ -264,6 +266,7 @@ def test_a_server_that_stays_away_is_an_error_in_time(hurried: Store, proxy: Fau
     assert hurried.read("data", 0, 3) == b"abc"
 
 
+@pytest.mark.thorough
 def test_a_server_that_is_away_for_a_while_is_waited_for(store: Store, proxy: FaultProxy) -> None:
     proxy.schedule = dead_between(2, 6)
     put(store, "large")
@@ -505,6 +508,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
+@pytest.mark.thorough
 def test_a_forked_child_reads_although_its_parent_has(
     moto: Server, programs: Callable[..., Program], tmp_path: Path
 ) -> None:

@@ -626,6 +626,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(
     not TORCH_TRAINS_ON_CPU,
     reason="torch's FSDP2, the oracle, trains right on a CPU from torch 2.10 on",

@@ -97,6 +97,8 @@ def test_who_reads_while_it_is_replaced_gets_what_replaced_it(
     assert all((found[name] == 3).all() for name in "ab")
 
 
+@pytest.mark.thorough
+@pytest.mark.wide
 @pytest.mark.parametrize("reader", [load, load_or_older, ckpt.read, ckpt.verify, latest])
 def test_where_it_is_replaced_each_time_the_error_says_so_and_is_no_damage(
     run: str, monkeypatch: pytest.MonkeyPatch, reader: Callable[[str], Any]

@@ -112,6 +112,8 @@ def save(folder: Path, world_size: int, named: dict[str, Layout]) -> None:
         store.commit(MANIFEST, dump(Manifest(stored, {}, tree, files)), replace=False)
 
 
+@pytest.mark.thorough
+@pytest.mark.wide
 @pytest.mark.costly
 @pytest.mark.parametrize("loading", [1, 8, 12, 16])
 @pytest.mark.parametrize("saving", [8, 16])

@@ -108,6 +108,7 @@ def wide(is_filled: bool, how: Placement | None = None) -> DTensor:
     return distribute_tensor(value.reshape(500, 1000), mesh, [how], src_data_rank=None)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 3), (3, 3), (3, 2)])
 def test_columns_of_a_matrix_travel_from_the_server_once(
     clusters: Callable, proxy: FaultProxy, tmp_path: Path, saved: int, loaded: int
@@ -120,6 +121,7 @@ def test_columns_of_a_matrix_travel_from_the_server_once(
     assert proxy.sent_bytes < nbytes + 250_000 * loaded  # some headers, and chunks cut in two
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("to", ["hf", "safetensors"])
 def test_whole_tensors_of_another_format_are_dealt_out_to_many(
     clusters: Callable, proxy: FaultProxy, tmp_path: Path, to: Any

@@ -84,6 +84,7 @@ def test_the_room_of_a_mapping_is_given_back() -> None:
         assert total() < before + 64 * HUGE
 
 
+@pytest.mark.thorough
 def test_huge_pages_keep_the_bytes_that_are_there_and_those_that_come() -> None:
     size = 8 * HUGE + 3 * mmap.PAGESIZE
     old = os.urandom(size // 2)

@@ -109,6 +109,7 @@ def test_a_mesh_and_a_group_of_other_ranks_are_refused(
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.thorough
 def test_a_group_that_was_destroyed_is_no_single_process(tmp_path: Path) -> None:
     program = f"""
 import torch.distributed as dist, ckpt

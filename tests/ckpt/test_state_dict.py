@@ -98,6 +98,7 @@ def through_kinds(how: str) -> None:
         same(full_of(made), wanted)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_pair_of_kinds_round_trips_to_the_bit(
@@ -121,6 +122,7 @@ def into_others(how: str) -> list[tuple[str, str, list[float]]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", WAYS)
 def test_a_state_dict_of_any_kind_loads_into_any_wrapping_which_trains_on(
     clusters: Callable[[int], Any], how: str

@@ -25,7 +25,7 @@ from tests.ckpt.test_any_to_any import options, unlike
 from tests.ckpt.test_state_dict import same
 from tests.ckpt.trainers import KINDS, Trainer, snapshot, train, trainer, worlds
 from tests.conftest import RankFailed
-from tests.selection import slow, thorough
+from tests.selection import slow
 
 STATE_DICT_KINDS = [kind.value for kind in Kind]
 FLAT_KINDS = ["torch-fsdp1-flat", "torch-fsdp1-original", "wrapper-flat", "wrapper-original"]
@@ -74,7 +74,7 @@ def into_targets(kind: str, which: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("which", ["some", thorough("half"), slow("the others")])
+@pytest.mark.parametrize("which", ["some", slow("half"), slow("the others")])
 @pytest.mark.parametrize("world_size", [2, slow(3), 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_dicts_of_every_runtime_load_into_every_other_to_the_bit(

@@ -54,6 +54,7 @@ def test_of_several_commits_at_once_exactly_one_succeeds(tmp_path: Path) -> None
         assert content == bytes(winners) * 1000
 
 
+@pytest.mark.thorough
 def test_a_concurrent_reader_sees_the_old_commit_or_the_new(tmp_path: Path) -> None:
     contents = [bytes([i]) * (100 + 37 * i) for i in range(40)]
     with LocalStore(tmp_path) as writer:

@@ -60,6 +60,7 @@ def scores_after_loading(how: str, folder: str, grad: bool) -> tuple[list[float]
         return state["model"](tokens).sum(1).tolist(), wrapped("unsharded")(tokens).sum(1).tolist()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("how", KEEPING)
 def test_what_torch_keeps_whole_after_a_forward_does_not_outlive_a_load(
@@ -114,6 +115,8 @@ def trained(how: str, moment: str, folder: str | None) -> list[float]:
     return losses
 
 
+@pytest.mark.thorough
+@pytest.mark.wide
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("how", KEEPING)
 def test_saving_in_the_middle_of_a_step_changes_nothing(
@@ -182,6 +185,7 @@ def torchs_state_dict(folder: str, kind: str) -> dict[str, Any]:
     return {name: type(value).__name__ for name, value in target.items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
 def test_sharded_tensors_of_torchs_state_dicts_are_saved_and_filled_in_place(
     clusters: Callable[[int], Any], tmp_path: Path, kind: str

@@ -411,6 +411,7 @@ def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     )
 
 
+@pytest.mark.thorough
 @given(data=st.data())
 def test_boxes_of_a_native_checkpoint_equal_slices_of_what_was_written(
     sharded: Path, data: st.DataObject
@@ -459,6 +460,7 @@ def test_resharding_reads_hardly_more_than_what_is_needed(
         assert nbytes <= 1.05 * whole.nbytes
 
 
+@pytest.mark.thorough
 def test_many_small_tensors_come_in_few_reads(tmp_path: Path) -> None:
     count = 10_000
     tensors = {
@@ -508,6 +510,7 @@ def copied(folder: Path, target: Path) -> Path:
     return target
 
 
+@pytest.mark.thorough
 def test_a_wrong_chunk_is_an_error_that_names_file_tensor_and_bytes(
     sharded: Path, tmp_path: Path
 ) -> None:
@@ -565,6 +568,7 @@ def test_a_file_that_was_truncated_after_it_was_opened_is_an_error(
             read_requests(store, requests, [bytes_of(array)])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("zstd", [False, True], ids=["raw", "zstd"])
 @pytest.mark.parametrize("turned", [False, True], ids=["contiguous", "transposed"])
 def test_memory_beyond_the_target_is_bounded(tmp_path: Path, zstd: bool, turned: bool) -> None:

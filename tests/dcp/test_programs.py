@@ -75,6 +75,7 @@ def test_the_recipe_resumes_at_another_world_size(
         assert elsewhere[0][0] == saved
 
 
+@pytest.mark.thorough
 def test_saves_in_the_background_are_of_the_state_at_their_calls(
     clusters: Callable[[int], Any], tmp_path: Path
 ) -> None:

@@ -86,6 +86,7 @@ def check_harm(case: Case, file: Path) -> bool:
     return not report.sound
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_befell_a_block_is_named_by_all_that_read_it(
     cases: dict[str, tuple[Case, Case]], kind: str

@@ -175,6 +175,8 @@ def test_of_jobs_that_save_to_one_place_one_wins_and_the_others_are_told(
     assert place.files() == belonging(place)
 
 
+@pytest.mark.thorough
+@pytest.mark.wide
 @pytest.mark.costly
 @pytest.mark.parametrize("to", ["ckpt", "safetensors", "hf", thorough("torch"), thorough("dcp")])
 def test_of_jobs_that_convert_to_one_place_one_wins_and_the_others_are_told(
@@ -230,6 +232,7 @@ def test_a_reader_gets_one_checkpoint_whole_or_a_clear_error(
         assert met == "whole" or url in met, met
 
 
+@pytest.mark.thorough
 @pytest.mark.costly
 @pytest.mark.parametrize("command", ["delete", "save"])
 def test_a_borrower_and_one_who_removes_its_base_never_both_win(

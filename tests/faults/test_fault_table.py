@@ -630,6 +630,7 @@ def down_for(requests: int) -> Schedule:
     return schedule
 
 
+@pytest.mark.thorough
 def test_a_store_that_is_down_for_a_while_is_waited_for(
     clusters: Callable, proxy: FaultProxy
 ) -> None:

@@ -114,6 +114,7 @@ def check(
     assert wrong == [[]] * cluster.world_size, str(wrong)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("call", CALLS)
 def test_an_interrupt_anywhere_is_told_and_the_next_call_is_in_step(

@@ -83,6 +83,7 @@ def lengths(case: Case, file: Path) -> list[int]:
     return sorted(at for at in near | anywhere if 0 <= at < len(data))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_cut_anywhere_is_named(
     cases: dict[str, Case], copied: Callable[[Case], Case], kind: str

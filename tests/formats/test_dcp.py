@@ -604,6 +604,7 @@ def test_what_dcp_cannot_hold_is_an_error_of_the_plan() -> None:
         plans(Outgoing(tensors, {"v": 1}))
 
 
+@pytest.mark.thorough
 def test_an_item_that_is_like_another_is_read_as_if_it_were_parsed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -628,7 +629,7 @@ def test_an_item_that_is_like_another_is_read_as_if_it_were_parsed(
         patch.setattr(AlikeItems, "find", lambda *_: None)
         assert places() == found
     begin = len(sound) // 4
-    for at in range(begin, 2 * begin, 1400 // examples(1400, 100)):
+    for at in range(begin, 2 * begin, 1400 // examples(400, 60)):
         file.write_bytes(sound[:at] + bytes([sound[at] ^ 1]) + sound[at + 1 :])
         ours = places()
         with monkeypatch.context() as patch:

@@ -178,6 +178,7 @@ def refusal_of(source: Path, target: Path, to: FormatName) -> str:
     return ""
 
 
+@pytest.mark.wide
 @pytest.mark.costly
 @pytest.mark.parametrize("to", TARGETS)
 @pytest.mark.parametrize("source", SOURCES)

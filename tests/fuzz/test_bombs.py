@@ -366,6 +366,7 @@ HARMLESS = {"a number of the memo"}
 """Those that are read: they ask for nothing once they are understood as data."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_bomb_is_refused_within_its_memory(name: str) -> None:
     files, file = BOMBS[name]()

@@ -69,6 +69,7 @@ STEPS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", STEPS)
 def test_a_step_of_a_pickle_takes_no_more_than_is_promised(what: str) -> None:
     item, steps = STEPS[what]

@@ -35,6 +35,7 @@ def touches(programs: Callable[..., Program], tmp_path: Path) -> Callable[[int, 
 NOTHING = {"touched": [], "bugs": []}
 
 
+@pytest.mark.thorough
 def test_reading_hostile_checkpoints_touches_nothing_else(
     touches: Callable[[int, int], object],
 ) -> None:

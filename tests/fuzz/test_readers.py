@@ -47,6 +47,7 @@ def test_every_seed_is_sound(seed: Seed) -> None:
     assert exercise(seed.files, seed.file) is not None
 
 
+@pytest.mark.thorough
 @given(numbers)
 @fuzzed(700)
 def test_a_changed_checkpoint_is_read_or_refused(number: int) -> None:

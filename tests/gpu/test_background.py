@@ -68,6 +68,7 @@ WAYS = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_what_is_changed_right_after_the_call_is_stored_as_it_was(
     tmp_path: Path, device: str, way: Callable[[Tensor], None]

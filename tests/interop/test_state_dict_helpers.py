@@ -111,6 +111,7 @@ def check_set(source: str, target: str, full: bool) -> list[float]:
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("how", OURS)
 def test_what_torch_s_setters_take_is_trained_on(
@@ -119,6 +120,7 @@ def test_what_torch_s_setters_take_is_trained_on(
     clusters(2).run(check_set, how, how, full)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("source", "target"),
     [(ours, theirs) for ours in OURS[:4] for theirs in ("ddp", "fully_shard")]
@@ -166,6 +168,7 @@ def load_by_dcp(how: str, folder: str) -> list[float]:
     return train(state, 2, 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("source", "target"),
     [(how, how) for how in OURS[:4]]

@@ -192,6 +192,7 @@ def test_a_live_state_at_an_address_of_ipv6_is_read(sockets: dict[str, str]) -> 
         assert ckpt.load(live.url, {"step": 0}) == {"step": 7}
 
 
+@pytest.mark.thorough
 def test_a_closed_store_leaves_no_descriptor_and_no_lease(url: str, offer: Offer) -> None:
     ckpt.load(url, {"step": 0}, include="step")
     before = descriptors()
@@ -275,6 +276,7 @@ def load_from(url: str, sockets: str, names: list[str]) -> int:
     return load_every_way(url, names)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("saving", [1, 3])
 @pytest.mark.parametrize("loading", [1, 2, 4])

@@ -107,6 +107,7 @@ def test_a_reader_with_a_mapping_survives_the_death_of_its_publisher(
     wait_until_nothing_is_left(runtime)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_version_whose_memory_was_given_up_is_gone_and_not_damaged(
     publisher: Publisher, runtime: Path, verify: bool

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+import pytest
+
 from ckpt.background.arena import HEAD_BYTES, Arena
 from ckpt.errors import CkptError
 from ckpt.live.process import HostServer
@@ -98,6 +100,7 @@ def read_from_memory(server: HostServer, seed: random.Random) -> bytes:
     return bytes(body)
 
 
+@pytest.mark.thorough
 def test_no_reader_ever_sees_bytes_of_two_versions(hosts: Hosts) -> None:
     server = hosts.start(lease_seconds=0.1)
     publisher, is_over = Publisher(server), threading.Event()

@@ -67,6 +67,7 @@ def published_again(runtime: str, name: str) -> str:
     return f"{type(raised.value).__name__}: {raised.value}"
 
 
+@pytest.mark.thorough
 def test_what_fails_on_a_rank_fails_on_all_and_readers_keep_the_last_version(
     clusters: Callable[[int], Any], runtime: Path
 ) -> None:
@@ -95,6 +96,7 @@ def test_what_fails_on_a_rank_fails_on_all_and_readers_keep_the_last_version(
         ckpt.read(url)
 
 
+@pytest.mark.thorough
 def test_the_files_of_each_host_come_from_its_server_and_its_end_fails_updates_on_all_ranks(
     clusters: Callable[[int], Any], runtime: Path
 ) -> None:
@@ -141,6 +143,7 @@ def test_a_wrong_argument_is_an_error_and_leaves_no_server(
         ckpt.publish({"w": torch.ones(2)}, **options)
 
 
+@pytest.mark.thorough
 def test_an_update_that_is_refused_takes_no_version_away(runtime: Path) -> None:
     with ckpt.publish({"w": torch.ones(2), "step": 1}, "policy") as live:
         live.update().wait(SECONDS)
@@ -162,6 +165,7 @@ def test_memory_whose_server_gave_no_answer_keeps_its_bytes(runtime: Path) -> No
         os.close(theirs)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fails", [False, True], ids=["", "after an update that fails"])
 def test_memory_that_a_reader_holds_is_never_written_again(runtime: Path, fails: bool) -> None:
     state: dict[str, Any] = {"w": torch.full((100_000,), 1.0)}

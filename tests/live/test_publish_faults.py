@@ -36,6 +36,7 @@ die()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("moment", ["workplace", "write", "end", "_commit", ""])
 def test_a_publisher_killed_in_an_update_leaves_the_last_version_to_its_readers(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: Callable[..., Any]
@@ -57,6 +58,7 @@ def test_a_publisher_killed_in_an_update_leaves_the_last_version_to_its_readers(
         ckpt.read(url)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("versions", [1, 2, 3])
 def test_a_server_that_is_killed_fails_the_update_by_name_and_a_new_publisher_takes_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, versions: int

@@ -126,6 +126,7 @@ def test_a_load_without_a_version_goes_on_with_the_newest_one(
     assert values == {float(state["step"])}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_load_of_one_version_ends_when_it_is_replaced(
     place: Callable[[], None], offer: Offer, folders: list[Path], count: int

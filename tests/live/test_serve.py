@@ -298,6 +298,7 @@ def test_a_folder_is_served_by_https(folder: Path, tmp_path: Path) -> None:
             urllib.request.urlopen(url, timeout=60)
 
 
+@pytest.mark.thorough
 def test_the_token_is_random_and_in_the_printed_url_only(folder: Path) -> None:
     with serving(folder, CKPT_TOKEN="") as (first, _), serving(folder, CKPT_TOKEN="") as (url, one):
         token = url.partition("?token=")[2]
@@ -308,6 +309,7 @@ def test_the_token_is_random_and_in_the_printed_url_only(folder: Path) -> None:
         assert token not in Path(f"/proc/{one.pid}/cmdline").read_text()
 
 
+@pytest.mark.thorough
 def test_only_this_host_is_served_unless_told_otherwise(folder: Path) -> None:
     with serving(folder) as (url, _):
         assert url.startswith("http://127.0.0.1:")

@@ -199,6 +199,7 @@ def check_module(how: str, name: str, folder: str) -> list[str]:
     return misfits
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("how", ["FSDP1", "FSDP2", "torch FSDP1", "torch FSDP2"])
 @pytest.mark.parametrize(
     "name", ["0213", "3120", "02-13", "32-10", "03-12", thorough("10-32"), thorough("23-01")]

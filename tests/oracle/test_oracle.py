@@ -70,8 +70,8 @@ def reason(name: str, way: str) -> str | None:
 def part(names: Sequence[str], key: str, quick: int, full: int = 2) -> list[str]:
     """One of `quick` parts of the names in `make test`, which one by the key; one of `full` else.
 
-    `make test` thus has every way and nearly every object, `make test-all` half of the pairs, and
-    the slow tests the whole product.
+    `make test` thus has every way and most objects, `make test-all` every object by several ways,
+    and the slow tests the whole product.
     """
     of = quick if selection.is_quick else full
     if selection.is_quick:  # whose import takes seconds
@@ -97,7 +97,7 @@ def own_folder(folder: Path, number: int) -> Path:
 
 @pytest.mark.parametrize("way", ways.WAYS)
 def test_every_module_comes_back_as_torch_loads_it(way: str, tmp_path: Path) -> None:
-    names = part(list(ENTRIES), way, quick=6)
+    names = part(list(ENTRIES), way, quick=12, full=4)
     assert not faults(
         {
             (name, way): ways.module_cell(ENTRIES[name], way, own_folder(tmp_path, number))
@@ -213,7 +213,7 @@ def test_every_module_comes_back_in_every_form_on_other_ranks(
     tmp_path: Path,
 ) -> None:
     saved, loaded = jobs
-    names = part(list(ENTRIES), str(jobs), quick=15, full=1 if jobs not in JOBS else 3)
+    names = part(list(ENTRIES), str(jobs), quick=20, full=1 if jobs not in JOBS else 6)
     place = str(tmp_path)
     clusters(saved[0]).run(ranks.save_objects, place, names, saved[1])
     answers = clusters(loaded[0]).run(ranks.load_objects, place, names, loaded[1])
@@ -233,7 +233,7 @@ def test_every_optimizer_comes_back_in_every_form_on_other_ranks(
     tmp_path: Path,
 ) -> None:
     saved, loaded = jobs
-    names = part(list(OPTIMIZERS), str(jobs), quick=8, full=1 if jobs not in JOBS else 2)
+    names = part(list(OPTIMIZERS), str(jobs), quick=8, full=1 if jobs not in JOBS else 4)
     place = str(tmp_path)
     clusters(saved[0]).run(ranks.save_trainings, place, names, saved[1])
     answers = clusters(loaded[0]).run(ranks.load_trainings, place, names, loaded[1])

@@ -361,6 +361,7 @@ def test_an_evaluator_reads_beside_the_training_and_changes_nothing(tmp_path: Pa
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
 
 
+@pytest.mark.thorough
 def test_an_evaluator_finds_a_sound_step_at_each_moment_of_the_training(tmp_path: Path) -> None:
     read: list[int] = []
     failed: list[BaseException] = []

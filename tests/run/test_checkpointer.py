@@ -660,6 +660,7 @@ def unasked(folder: str, told: int) -> None:
             run.save(step, {"w": torch.full((3,), float(step)), "step": step})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("told", [0, 1])
 def test_a_signal_that_the_loop_does_not_ask_about_ends_all_ranks_after_its_save(
     doomed_cluster: Callable[[int], Any], tmp_path: Path, told: int

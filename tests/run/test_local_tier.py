@@ -103,6 +103,7 @@ def steps_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("step-*")) if folder.exists() else []
 
 
+@pytest.mark.thorough
 def test_a_run_restores_the_nearest_step_that_every_host_has(
     clusters: Callable[[int], Any], tmp_path: Path
 ) -> None:
@@ -248,6 +249,7 @@ run.wait_until_finished()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_part", [False, True])
 def test_a_run_removes_the_files_of_its_own_killed_saves_and_none_of_another_program(
     tmp_path: Path, is_part: bool

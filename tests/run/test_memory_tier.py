@@ -125,6 +125,7 @@ def killed(cluster: Any, *arguments: Any) -> None:
         cluster.run(trained, *arguments)
 
 
+@pytest.mark.thorough
 def test_killed_trainers_go_on_from_memory_on_any_number_of_ranks(
     doomed_cluster: Callable[[int], Any], clusters: Callable[[int], Any], folder: Path
 ) -> None:
@@ -207,6 +208,7 @@ def test_a_step_whose_server_ends_in_the_restore_is_read_from_the_folder(
     assert state["w"].tolist() == [1.0, 1.0]
 
 
+@pytest.mark.thorough
 def test_a_step_that_was_not_committed_is_skipped(
     doomed_cluster: Callable[[int], Any], clusters: Callable[[int], Any], folder: Path
 ) -> None:

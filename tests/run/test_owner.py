@@ -150,6 +150,7 @@ def interleaved(
     return None, calls
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("step", [2, 3])
 def test_a_newer_job_that_comes_at_any_moment_of_a_save_owns_the_run_after_it(
     tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch

@@ -659,6 +659,7 @@ def meet_again_at_one_store() -> tuple[str, list[int], bool]:
     return type(raised.value).__name__, found, store.check(["here/ckpt/place"])
 
 
+@pytest.mark.thorough
 def test_a_group_made_again_at_one_store_finds_nothing_of_the_earlier(clusters: Callable) -> None:
     first, second = clusters(2).run(meet_again_at_one_store)
     assert first == ("ZeroDivisionError", [0, 1], False)

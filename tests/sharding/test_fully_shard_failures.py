@@ -340,6 +340,7 @@ def other_model() -> str:
     return "went on"
 
 
+@pytest.mark.thorough
 def test_ranks_with_different_models_do_not_go_on(doomed_cluster: Callable) -> None:
     try:
         ended = doomed_cluster(2).run(other_model)

@@ -213,6 +213,7 @@ def parts_kept() -> None:
     assert all(part is not None for part in held)
 
 
+@pytest.mark.thorough
 def test_a_part_stays_whole_on_a_number_of_ranks(clusters: Callable) -> None:
     clusters(4).run(parts_kept)
 

@@ -341,6 +341,7 @@ def run_cases(cluster: Any, cases: Iterable[tuple[str, str]]) -> None:
         check(door, name, cluster.run(mismatch, door, name))
 
 
+@pytest.mark.thorough
 def test_ranks_that_run_different_units_all_raise_and_name_both_sides(
     doomed_cluster: Callable[..., Any],
 ) -> None:

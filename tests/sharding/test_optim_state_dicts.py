@@ -154,6 +154,7 @@ def check_resume(form: str, model: nn.Module, optim: Any, kind: Any, state: Any)
     assert given.keys() == state.keys()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("form", FORMS)
 def test_state_of_every_kind_is_the_plain_optimizers_and_loads_again(
@@ -220,6 +221,7 @@ def saved_full(clusters: Any) -> Callable[[str], tuple[bytes, list[float]]]:
     return cache(lambda form: clusters(2).run(save_full, form)[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("first_only", [False, True])
 @pytest.mark.parametrize("target", FORMS)
 def test_whole_state_of_any_form_goes_on_in_any_other_on_other_ranks(

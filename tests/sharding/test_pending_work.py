@@ -75,6 +75,7 @@ def miss_one() -> None:
     gather_with_nobody(model)
 
 
+@pytest.mark.thorough
 def test_an_exchange_that_failed_leaves_memory_and_the_next_alone(doomed_cluster: Callable) -> None:
     with pytest.raises(Exception, match=r"ranks \[1\] died; \{\}"):  # the others returned
         doomed_cluster(3).run(miss_one)

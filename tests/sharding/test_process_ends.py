@@ -113,6 +113,7 @@ def groups_that_live(folder: str) -> list[str]:
     return found
 
 
+@pytest.mark.thorough
 def test_no_group_outlives_its_end_though_model_optimizer_and_states_do(
     doomed_cluster: Callable[[int], Any], tmp_path: Path
 ) -> None:

@@ -74,6 +74,7 @@ def accumulate(strategy: str, use_orig_params: bool, pattern: tuple[bool, ...]) 
         assert_equal(found, full_parameters(fsdp, theirs))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_accumulated_gradients_are_the_mean_of_the_sums_however_no_sync_is_mixed_in(

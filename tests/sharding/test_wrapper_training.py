@@ -465,6 +465,7 @@ def optimize(kind: str, strategy: str, use_orig_params: bool) -> None:
     train_alike([model, replica, theirs], cross_entropy, optimizer=OPTIMIZERS[kind])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("kind", [k if k in QUICK_OPTIMIZERS else thorough(k) for k in OPTIMIZERS])
 def test_optimizers_that_work_number_by_number_step_the_shards_as_they_would_the_whole(

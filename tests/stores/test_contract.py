@@ -435,6 +435,7 @@ def test_an_empty_file_is_a_file(store: Store) -> None:
         store.read("nothing", 0, 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rewritable", [False, True])
 def test_a_file_of_many_parts_is_whole(store: Store, rewritable: bool) -> None:
     chance, at = random.Random(2), 0
@@ -451,6 +452,7 @@ def test_a_file_of_many_parts_is_whole(store: Store, rewritable: bool) -> None:
         assert store.read("large", lo, hi - lo) == expected[lo:hi]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rewritable", [False, True])
 @pytest.mark.parametrize("nbytes", [1000, len(LARGE)])
 def test_nothing_is_left_of_a_file_whose_writing_fails(

@@ -112,6 +112,7 @@ def test_a_save_and_a_load_are_right_or_an_error_that_says_where(
         assert is_there or saving.error is not None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("job", ["save", "load"])
 def test_a_request_that_is_never_answered_is_made_again(
     clusters: Callable, place: Place, proxy: FaultProxy, job: str
@@ -172,6 +173,7 @@ def test_an_outage_shorter_than_the_deadline_is_outlasted(
     assert assert_right_or_absent(place, url, 1)
 
 
+@pytest.mark.thorough
 def test_a_server_that_stays_away_is_an_error_within_the_deadline_and_the_next_save_succeeds(
     clusters: Callable, place: Place, proxy: FaultProxy
 ) -> None:

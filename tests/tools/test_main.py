@@ -338,6 +338,7 @@ def test_a_storage_option_in_python_s_spelling_is_not_taken_for_text(run, said: 
     assert f"say anon={meant}" in ended.err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("redirected", ["2>/dev/full", "2>&-", ">/dev/full 2>&1"])
 @pytest.mark.parametrize(
     ("arguments", "code"),
@@ -359,6 +360,7 @@ def test_an_error_that_nobody_reads_has_its_exit_code(saved):
     process.stdout.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify", "latest", "top"])
 def test_a_closed_stdout_is_no_bug(saved, command):
     ended = in_shell(">&-", command, saved.parent if command in ("latest", "top") else saved)

@@ -36,6 +36,7 @@ def test_a_terminal_sees_a_bar(saved):
     assert "%" in seen
 
 
+@pytest.mark.thorough
 def test_every_long_command_has_one(saved, tmp_path):
     for command in (["diff", str(saved), str(saved)], ["convert", str(saved), str(tmp_path / "x")]):
         code, seen = stderr_at_a_terminal(*command)
