@@ -277,10 +277,8 @@ class _Flattener:
         if self._paths is not None:
             self._check_name(name, path, self._paths)
         before = None if type(given) in ORDINARY else described_before(given)
-        if before is not None:
+        if before is not None and address_of(before[0]):
             local, layout = before
-            if not address_of(local) and (problem := memory_problem(local)) is not None:
-                raise StateError(f"{shown(path)}: {problem}")
             first = self._seen.setdefault(id(given), name)
         else:
             local, layout, given = self._described(given, path, name)

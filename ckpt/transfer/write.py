@@ -22,7 +22,9 @@ def outgoing(item: WriteItem, local: torch.Tensor) -> OutgoingTensor:
     """
     name, _, dtype, lo, hi, shape, _ = item
     if is_plain(local):
-        data = memory_of(local)[lo * dtype.itemsize : hi * dtype.itemsize]
+        data = memory_of(local)
+        if hi - lo < local.numel():
+            data = data[lo * dtype.itemsize : hi * dtype.itemsize]
         return OutgoingTensor(name, shape, dtype, lambda: iter((data,)), stable=True)
     return OutgoingTensor(name, shape, dtype, lambda: _staged(local, lo, hi, dtype))
 

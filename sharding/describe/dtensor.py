@@ -32,6 +32,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeGuard
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -142,9 +143,11 @@ def describe(tensor: torch.Tensor, name: str, world: Mesh) -> tuple[torch.Tensor
 def described_before(tensor: Any) -> tuple[torch.Tensor, Layout] | None:
     """Returns the result of `describe` for a DTensor with a known spec; None for other tensors.
 
-    Only for torch's own class with a dense local tensor of the right shape. Keeps no weak reference
+    Only for torch's own class with a plain local tensor of the right shape. Keeps no weak reference
     to a tensor: `torch.utils.swap_tensors`, and thus `module.to()`, refuses tensors with one.
     """
+    if not _is_torchs(type(tensor)):  # type: ignore[arg-type]
+        return None
     spec: Any = getattr(tensor, "_spec", None)
     known = _specs.get(id(spec))
     if known is None or known.placements is not spec.placements or known.spec() is not spec:
@@ -154,15 +157,16 @@ def described_before(tensor: Any) -> tuple[torch.Tensor, Layout] | None:
         type(local) is not torch.Tensor
         or local.shape != known.local_shape
         or tensor.shape != known.layout.shape
-        or not type(tensor).__module__.startswith("torch.distributed")
-        or local.layout is not torch.strided
-        or local.is_meta
-        or local.is_nested
-        or local.is_quantized
         or "_fsdp_flattened" in vars(tensor)  # a part of another tensor, by torch's wrapper
     ):
         return None
-    return local.detach(), known.layout
+    return local.detach() if local.requires_grad else local, known.layout
+
+
+@lru_cache(maxsize=1024)
+def _is_torchs(kind: type) -> bool:
+    """Whether a class is torch's own DTensor."""
+    return kind.__module__.startswith("torch.distributed")
 
 
 def _of_spec(tensor: DTensor, name: str) -> _Known:
