@@ -17,17 +17,14 @@ from ckpt.errors import StoreError
 from ckpt.fallback import Url
 from ckpt.live.address import is_newest, parse
 from ckpt.mapping.changes import Changes
-from ckpt.match.casting import Casting
 from ckpt.match.fitting import check_fits, differences, fingerprints
 from ckpt.match.match import match
-from ckpt.match.match_builder import Match
-from ckpt.match.selection import Selection
+from ckpt.match.match_builder import Fit, Match
 from ckpt.match.wanted import wanted
 from ckpt.plan.check_shares import NOTHING_SHARED, CheckShare, check_share
 from ckpt.plan.load_plan import LoadPlan, LoadPolicy, plan_load
 from ckpt.plan.read_plan import BoxCopies
 from ckpt.sources import Source, open_source
-from ckpt.state.patterns import Rename
 from ckpt.state.saved import Saved
 from ckpt.stores.store import Options
 from ckpt.transfer.record_sums import Verify
@@ -51,12 +48,9 @@ PLANNING = "planning to load"
 class LoadOptions:
     """The arguments of a load, checked."""
 
-    strict: bool = True
+    fit: Fit = field(default_factory=Fit)
     changes: Changes = field(default_factory=Changes)
     """The mappings."""
-    rename: Rename | None = None
-    selection: Selection = field(default_factory=partial(Selection.of, None, None))
-    casting: Casting | None = None
     verify: Verify = True
     group: ProcessGroup | None = None
     progress: Progress | None = None
@@ -155,9 +149,9 @@ def _matched(
     source = replace(source, catalog=wanted(source.catalog, state))
     if options.changes.mappings:
         source = replace(source, catalog=options.changes.applied(source).catalog)
-    saved = Saved(source.catalog, options.rename)
-    strict = options.strict and not options.forgiven
-    found = match(saved, state, options.selection, ranks.mesh, options.casting, strict)
+    saved = Saved(source.catalog, options.fit.rename)
+    fit = replace(options.fit, strict=options.fit.strict and not options.forgiven)
+    found = match(saved, state, fit, ranks.mesh)
     if options.forgiven:
         counted = [each for each in found.differences if each.problem not in options.forgiven]
         unexpected = [] if "unexpected" in options.forgiven else found.unexpected
@@ -218,7 +212,7 @@ def agreed_plans(
         return matched.plans, matched.budget
     found = differences(ranks, matched.match, same_unexpected, same_idle)
     warns = ranks.rank == 0 or not same_others
-    check = partial(check_fits, url, found, options.strict, warns, TO_USER, options.call)
+    check = partial(check_fits, url, found, options.fit.strict, warns, TO_USER, options.call)
     checking = partial(_checked_plans, matched, ranks, check)
     plans, told = ranks.run_and_compare(
         PLANNING, partial(checking, matched.exchanges), Plans.fingerprints, 1, matched.budget

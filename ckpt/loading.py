@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 from warnings import warn
 
 from ckpt.arguments import CastingRule, ReplicaReads, UnchangedReads, check_order, check_word
@@ -24,6 +24,7 @@ from ckpt.load_agreement import TO_USER, LoadOptions, Matched, Plans, agreed_pla
 from ckpt.mapping.changes import Changes, MappingName
 from ckpt.match.casting import Casting, casting_of
 from ckpt.match.fitting import check_preflight_scalars
+from ckpt.match.match_builder import Fit
 from ckpt.match.selection import Selection
 from ckpt.plan.check_shares import NOTHING_SHARED, CheckShare
 from ckpt.state.memory import will_change
@@ -156,8 +157,8 @@ def load(
         _check_fallback(fallback)
         check_word("replicas", replicas, get_args(ReplicaReads))
         check_word("unchanged", unchanged, get_args(UnchangedReads))
-        return LoadOptions(
-            **fit(strict, mapping, parameters, rename, include, exclude, dtype, casting),
+        return replace(
+            load_options(strict, mapping, parameters, rename, include, exclude, dtype, casting),
             verify=checked_verify(verify),
             group=own_group,
             progress=progress,
@@ -186,17 +187,7 @@ def _check_fallback(fallback: object) -> None:
         )
 
 
-class Fit(TypedDict):
-    """The fields of `LoadOptions` that say how a checkpoint fits the target."""
-
-    strict: bool
-    changes: Changes
-    rename: Rename | None
-    selection: Selection
-    casting: Casting | None
-
-
-def fit(
+def load_options(
     strict: bool,
     mapping: MappingName | Sequence[MappingName],
     parameters: Mapping[str, int] | None,
@@ -205,15 +196,10 @@ def fit(
     exclude: Patterns | None,
     dtype: Literal["target"] | None,
     casting: CastingRule,
-) -> Fit:
-    """Returns these arguments of a load, checked. Raises ArgumentError."""
-    return Fit(
-        strict=strict,
-        changes=Changes(mapping=mapping, parameters=parameters),
-        rename=rename,
-        selection=Selection.of(include, exclude),
-        casting=casting_of(dtype, casting),
-    )
+) -> LoadOptions:
+    """Returns options with these arguments of a load, checked. Raises ArgumentError."""
+    fit = Fit(strict, rename, Selection.of(include, exclude), casting_of(dtype, casting))
+    return LoadOptions(fit=fit, changes=Changes(mapping=mapping, parameters=parameters))
 
 
 def load_partly(
@@ -232,7 +218,7 @@ def load_partly(
     """
     forgiven = frozenset(("unexpected", "missing") if allows_missing else ("unexpected",))
     options = LoadOptions(
-        casting=Casting.UNSAFE,
+        fit=Fit(casting=Casting.UNSAFE),
         verify=verify,
         group=None if isinstance(group, str) else group,
         storage=storage_options,
@@ -285,7 +271,7 @@ class _Run:
         unchanged = Unchanged.of(options.unchanged, is_far_live)
         policy = replace(policy, unchanged=unchanged, share=share)
         self._source = FileSource(store, self._sums, policy, options.progress)
-        self._run = LoadRun(matched.match.targets, options.group, options.casting)
+        self._run = LoadRun(matched.match.targets, options.group, options.fit.casting)
         self.names = plans.tensors.names
         """The tensors that this load fills on this rank."""
 

@@ -24,10 +24,10 @@ from ckpt.arguments import CastingRule, KindName
 from ckpt.budget import memory_budget
 from ckpt.errors import ReplicasWarning, StateError
 from ckpt.loading import Patterns
-from ckpt.match.casting import Casting, casting_of
+from ckpt.match.casting import casting_of
 from ckpt.match.fitting import check_fits, check_preflight_scalars, differences, fingerprints
 from ckpt.match.match import match
-from ckpt.match.match_builder import Match
+from ckpt.match.match_builder import Fit, Match
 from ckpt.match.selection import Selection
 from ckpt.state.flatten import FlatState, flatten
 from ckpt.state.local_states import with_names
@@ -195,12 +195,13 @@ def load(
     ranks = Ranks(group, timeout)
     with ranks.call("ckpt.state_dict.load"):
 
-        def reading() -> tuple[tuple[Selection, Casting | None], bytes]:
+        def reading() -> tuple[Fit, bytes]:
             _check_budget(budget)
             allowed = casting_of(dtype, casting)
-            return (Selection.of(include, exclude), allowed), repr(allowed).encode()
+            fit = Fit(strict, rename, Selection.of(include, exclude), allowed)
+            return fit, repr(allowed).encode()
 
-        ((selection, allowed), _), agreed = ranks.run_and_compare(
+        (fit, _), agreed = ranks.run_and_compare(
             "reading the arguments", reading, _fingerprint_of, 1, _count(budget)
         )
         _check_same_arguments(agreed.same[0])
@@ -208,8 +209,8 @@ def load(
         held = _merged_state(ranks, "describing the state to be loaded", state, model)
 
         def matching() -> tuple[Saved, Match]:
-            saved = Saved(catalog_of(held.whole), rename)
-            return saved, match(saved, target, selection, ranks.mesh, allowed, strict)
+            saved = Saved(catalog_of(held.whole), fit.rename)
+            return saved, match(saved, target, fit, ranks.mesh)
 
         (saved, matched), agreed = ranks.run_and_compare(
             "matching the state with the target", matching, lambda found: fingerprints(found[1]), 3
@@ -219,9 +220,9 @@ def load(
         warns = ranks.rank == 0 or not same_others
         ranks.run_on_all(
             "comparing the state with the target",
-            lambda: check_fits(SOURCE, found, strict, warns=warns),
+            lambda: check_fits(SOURCE, found, fit.strict, warns=warns),
         )
-        run = LoadRun(matched.targets, group, allowed)
+        run = LoadRun(matched.targets, group, fit.casting)
         shared = beside(matched.shared, matched.targets)
         apart = [item for group in shared for item, _ in group]
         fill = partial(fill_from_peers, run=run, held=held, saved=saved, ranks=ranks, budget=budget)

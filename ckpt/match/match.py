@@ -19,14 +19,14 @@ from torch.optim import Optimizer
 
 import sharding
 from ckpt.errors import Difference, DifferenceKind, MismatchError, skipped_warning
-from ckpt.match.casting import Casting, dtype_problem
-from ckpt.match.match_builder import NOT_SAVED, Installer, Match, MatchBuilder
+from ckpt.match.casting import dtype_problem
+from ckpt.match.match_builder import NOT_SAVED, Fit, Installer, Match, MatchBuilder
 from ckpt.match.match_optimizer import match_optimizer
 from ckpt.match.match_per_rank import match_per_rank
 from ckpt.match.match_positions import named_like_target
 from ckpt.match.match_stateful import filled, match_stateful
 from ckpt.match.overlaps import shared_memory
-from ckpt.match.selection import Selection, no_name
+from ckpt.match.selection import no_name
 from ckpt.plan.load_plan import LoadItem
 from ckpt.state.local_states import by_parameters
 from ckpt.state.memory import torch_can_share
@@ -68,19 +68,12 @@ NOT_TAKEN = (
 )
 
 
-def match(
-    saved: Saved,
-    state: object,
-    selection: Selection,
-    world: Mesh,
-    casting: Casting | None = None,
-    strict: bool = True,
-) -> Match:
+def match(saved: Saved, state: object, fit: Fit, world: Mesh) -> Match:
     """Matches a target with a checkpoint. Changes neither and does not communicate.
 
-    `world` has all ranks along one axis. `casting` allows other dtypes. `strict` tells whether the
-    result's `install` refuses names that a module's own `load_state_dict` misses or does not take;
-    otherwise it warns.
+    `world` has all ranks along one axis. `saved` has the names by `fit.rename`. If `fit.strict`,
+    the result's `install` refuses names that a module's own `load_state_dict` misses or does not
+    take; otherwise it warns.
 
     Raises:
         ShardingError: a tensor of the target cannot be described.
@@ -89,8 +82,9 @@ def match(
     check_mode()
     parameters = parameter_names(state)
     saved = named_like_target(saved, state, parameters)
-    builder = MatchBuilder(saved, selection, world, casting is not None)
-    matcher = _Matcher(builder, casting, parameters, strict)
+    selection = fit.selection
+    builder = MatchBuilder(saved, selection, world, fit.casting is not None)
+    matcher = _Matcher(builder, fit, parameters)
     install = matcher.walk(state, "")
     matcher.match_optimizers()
     matcher.forgive_ties()
@@ -117,17 +111,10 @@ def match(
 
 
 class _Matcher:
-    def __init__(
-        self,
-        builder: MatchBuilder,
-        casting: Casting | None,
-        parameters: ParameterNames,
-        strict: bool,
-    ) -> None:
+    def __init__(self, builder: MatchBuilder, fit: Fit, parameters: ParameterNames) -> None:
         self._builder = builder
-        self._casting = casting
+        self._fit = fit
         self._parameters = parameters
-        self._strict = strict
         self._optimizers: dict[str, Optimizer] = {}
         """The optimizers by path: they are matched last, as skipped weights skip their state."""
         self._steps: dict[str, Installer] = {}
@@ -244,7 +231,7 @@ class _Matcher:
                 "shape",
                 f"the checkpoint has shape {record.shape}, the target has {tuple(tensor.shape)}",
             )
-        elif (lossy := dtype_problem(record.dtype, tensor.dtype, self._casting)) is not None:
+        elif (lossy := dtype_problem(record.dtype, tensor.dtype, self._fit.casting)) is not None:
             self._builder.differ(name, "dtype", lossy)
         elif unfit is not None:
             self._builder.differ(name, "structure", unfit)
@@ -331,7 +318,7 @@ class _Matcher:
         def install() -> object:
             loaded = {original[key]: step() for key, step in steps.items() if key in original}
             with call_of("load_state_dict", path):
-                missing, unexpected = load_rest(module, loaded, self._strict, versions)
+                missing, unexpected = load_rest(module, loaded, self._fit.strict, versions)
             if is_customised:
                 names = {key: name for name, key in original.items()}
                 lacking = [name for key in missing if (name := names.get(key, key)) not in omitted]
@@ -362,7 +349,7 @@ class _Matcher:
 
     def _refuse(self, found: list[Difference]) -> None:
         """Raises an error of differences that a module's `load_state_dict` found, or warns."""
-        if found and self._strict:
+        if found and self._fit.strict:
             raise MismatchError("the checkpoint", found)
         if found:
             warn(skipped_warning("the checkpoint", found), stacklevel=2)
@@ -415,7 +402,7 @@ class _Matcher:
             return lambda: given
         self._builder.owns(name)
         self._builder.used.add(name)
-        if (lossy := dtype_problem(record.dtype, given.dtype, self._casting)) is not None:
+        if (lossy := dtype_problem(record.dtype, given.dtype, self._fit.casting)) is not None:
             self._builder.differ(name, "dtype", lossy)
             return None
         return self._builder.whole(saved, name)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from ckpt.errors import Difference, DifferenceKind
+from ckpt.match.casting import Casting
 from ckpt.match.selection import Claim, Selection
 from ckpt.plan.load_plan import LoadItem
 from ckpt.state.memory import empty_for, is_plain, torch_dtype
+from ckpt.state.patterns import Rename
 from ckpt.state.saved import Missing, Saved, holds_tensor
 from ckpt.state.typed_values import opened
 from formats.catalog import OpaqueValue, TensorRecord, TensorRef, Tree, join
@@ -29,6 +32,17 @@ Installer = Callable[[], object]
 """Installs a part of the target and returns the new value of that part."""
 Check = Callable[[], Difference | None]
 """Returns the difference that scalars show once they are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """The ways in which a checkpoint may differ from the target that it fills."""
+
+    strict: bool = True
+    rename: Rename | None = None
+    selection: Selection = field(default_factory=partial(Selection.of, None, None))
+    casting: Casting | None = None
+    """The casts to the target's dtypes."""
 
 
 class Target(NamedTuple):

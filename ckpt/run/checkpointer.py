@@ -14,6 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
@@ -32,7 +33,7 @@ from ckpt.errors import (
 )
 from ckpt.fallback import load_or_older
 from ckpt.load_agreement import LoadOptions
-from ckpt.loading import Fit, Patterns, fit, load_once
+from ckpt.loading import Patterns, load_once, load_options
 from ckpt.mapping.changes import MappingName
 from ckpt.run.exchange import RunRanks
 from ckpt.run.failures import Failures, OnFailure
@@ -401,8 +402,10 @@ class Checkpointer:
         """
         self._saves.settle()
         how = self._arguments
-        fields = partial(fit, strict, mapping, parameters, rename, include, exclude, dtype, casting)
-        options = self._load_options("restore", fields, how.storage_options, by_host=True)
+        checked = partial(
+            load_options, strict, mapping, parameters, rename, include, exclude, dtype, casting
+        )
+        options = self._load_options("restore", checked, how.storage_options, by_host=True)
         found = dict(self._ranks.restorable(step, self._local, self._memory))
         if not found:
             self._is_restored = True
@@ -428,12 +431,12 @@ class Checkpointer:
         return restored
 
     def _load_options(
-        self, call: str, fields: Callable[[], Fit], storage: Options, *, by_host: bool
+        self, call: str, checked: Callable[[], LoadOptions], storage: Options, *, by_host: bool
     ) -> LoadOptions:
         """Returns the options of a load; a wrong argument of one rank is an error on all."""
         group = None if isinstance(self._arguments.group, str) else self._arguments.group
-        more = partial(LoadOptions, group=group, storage=storage, by_host=by_host)
-        return self._ranks.checked(lambda: more(**fields(), call=f"Checkpointer.{call}"))
+        found, call = self._ranks.checked(checked), f"Checkpointer.{call}"
+        return replace(found, group=group, storage=storage, by_host=by_host, call=call)
 
     def start_from(
         self,
@@ -474,8 +477,10 @@ class Checkpointer:
         """
         self._refuse()
         how, place = self._arguments, os.fspath(url)
-        fields = partial(fit, strict, mapping, parameters, rename, include, exclude, dtype, casting)
-        options = self._load_options("start_from", fields, storage_options, by_host=False)
+        checked = partial(
+            load_options, strict, mapping, parameters, rename, include, exclude, dtype, casting
+        )
+        options = self._load_options("start_from", checked, storage_options, by_host=False)
         last = self._newest_before if self._saves.last_step is None else self._saves.last_step
         if last is not None:
             raise ExistsError(
