@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NoReturn
 
-from ckpt.errors import ArgumentError, ArgumentTypeError
+from ckpt.errors import ArgumentError, ArgumentTypeError, MisuseError
 
 __all__ = [
     "CastingRule",
@@ -56,6 +56,17 @@ def check_word(name: str, value: object, words: Sequence[str]) -> None:
     if value not in words:
         *others, last = map(repr, words)
         raise ArgumentError(f"{name} is {value!r:.80}; it can be {', '.join(others)} or {last}")
+
+
+class Uncopied:
+    """An object that a copy would not follow: `copy` and `pickle` of it raise MisuseError."""
+
+    def __reduce__(self) -> NoReturn:
+        kind = type(self).__name__
+        raise MisuseError(
+            f"a {kind} cannot be copied or pickled, because the copy would know nothing of what "
+            f"goes on in it; pass the {kind} itself, or its URL and make another there"
+        )
 
 
 def check_order(call: str, url: object, state: object) -> None:

@@ -16,6 +16,7 @@ from weakref import finalize
 import numpy as np
 import torch
 
+from ckpt.arguments import Uncopied
 from ckpt.display import SHOWN_ROWS, count, html_table, printable, size
 from ckpt.errors import (
     ArgumentError,
@@ -207,7 +208,7 @@ class TensorHandle:
         return html_table("TensorHandle", _COLUMNS, [_row(self.name, self.record)], 1)
 
 
-class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"]):
+class Checkpoint(Uncopied, Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"]):
     """An open checkpoint: a mapping from tensor names, including tied names, to handles.
 
     Close it, or use it in a `with` statement. An open checkpoint is closed without a warning when

@@ -20,6 +20,7 @@ from functools import cache
 from time import perf_counter
 
 from ckpt.errors import StoreError
+from ckpt.stores.request_errors import explained_on_disk
 
 GENERATION = slice(8, 16)
 """In sealed memory: the place of the random number that each save gives it."""
@@ -38,12 +39,13 @@ def new_memory(name: str, is_sealed: bool = False) -> int:
     Memory that is sealed never becomes shorter, so that processes that map it read without danger.
     A system without sealed memory gives other memory, which `is_sealed` tells.
     """
-    if not hasattr(os, "memfd_create"):
-        with tempfile.TemporaryFile() as file:
-            return os.dup(file.fileno())
-    if not is_sealed:
-        return os.memfd_create(name, os.MFD_CLOEXEC)
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with explained_on_disk("making", "shared memory"):
+        if not hasattr(os, "memfd_create"):
+            with tempfile.TemporaryFile() as file:
+                return os.dup(file.fileno())
+        if not is_sealed:
+            return os.memfd_create(name, os.MFD_CLOEXEC)
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
     return descriptor
 
@@ -59,13 +61,13 @@ def is_sealed(descriptor: int) -> bool:
 def mapped(descriptor: int, writable: bool = True) -> memoryview:
     """Returns a mapping of the whole of shared memory, at an address that can have huge pages.
 
-    The mapping ends with the last view of it. Raises OSError (StoreError) if there is no room
-    for it.
+    The mapping ends with the last view of it. Raises StoreError if there is no room for it.
     """
     nbytes, huge = os.fstat(descriptor).st_size, _huge_bytes()
     if not huge or nbytes < huge:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        return memoryview(mmap.mmap(descriptor, nbytes, prot=protection))
+        with explained_on_disk("mapping", f"{nbytes:,} bytes of shared memory"):
+            return memoryview(mmap.mmap(descriptor, nbytes, prot=protection))
     found = _aligned(descriptor, nbytes, huge, writable)
     _madvise(ctypes.addressof(found), nbytes, mmap.MADV_HUGEPAGE)  # a refusal changes nothing
     view = memoryview(found).cast("B")

@@ -1,8 +1,9 @@
-"""Decodes JSON that all readers understand alike: UTF-8, unique keys, no NaN, limited size."""
+"""Decodes JSON that all readers understand alike: UTF-8, unique keys, finite numbers, limits."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from typing import NoReturn
@@ -49,6 +50,7 @@ def decode_object(
             text,
             object_pairs_hook=unique,
             parse_constant=float if nan else refuse,
+            parse_float=_float,
             parse_int=integer,
         )
         if "\\u" in text and not lone:
@@ -61,6 +63,13 @@ def decode_object(
         raise FormatError(f"{what} is not JSON in UTF-8: {error}") from error
     if not isinstance(found, dict):
         raise FormatError(f"{what} is JSON, but a {type(found).__name__}, not an object")
+    return found
+
+
+def _float(digits: str) -> float:
+    found = float(digits)
+    if math.isinf(found):  # other readers have another number
+        raise ValueError(f"{digits:.40} is larger than every float")
     return found
 
 

@@ -20,6 +20,7 @@ Rules:
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import secrets
@@ -37,6 +38,7 @@ from ckpt.shared_memory import (
     remove,
     take_huge_pages,
 )
+from ckpt.stores.request_errors import explained_on_disk
 from formats.threads import Pool
 
 HEAD_BYTES = 1 << 12
@@ -90,6 +92,8 @@ class Arena:
             done = _pwrite(self.descriptor, address + at, nbytes - at, HEAD_BYTES + lo + at)
             if done < 0:
                 number = ctypes.get_errno()
+                if number == errno.EINTR:  # Python repeats only calls of its own
+                    continue
                 raise StoreError(
                     number, f"{os.strerror(number)}, for {nbytes:,} bytes of shared memory"
                 )
@@ -144,7 +148,8 @@ class Arena:
         self._unmap()
         self.touched = 0
         pages = -(-(HEAD_BYTES + nbytes) // mmap.PAGESIZE)
-        os.ftruncate(self.descriptor, pages * mmap.PAGESIZE)
+        with explained_on_disk("taking", f"{nbytes:,} bytes of shared memory"):
+            os.ftruncate(self.descriptor, pages * mmap.PAGESIZE)
         self._map = mapped(self.descriptor)
         self.touched = max(0, take_huge_pages(self._map) - HEAD_BYTES)
 

@@ -18,7 +18,7 @@ from ckpt.background.staging import OVERLAPPED, Staging, When
 from ckpt.background.step_hooks import held_storages
 from ckpt.background.workplace import Workplace, workplace
 from ckpt.background.writers import write_here
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, StoreError
 from ckpt.in_flight import Lane, saves
 from ckpt.save_protocol import SaveAttempt, finish
 from ckpt.state.flatten import Leaf
@@ -93,12 +93,19 @@ class Folder:
         return workplace()
 
     def write(self, data: memoryview, place: Workplace) -> ShardSummary:
-        """Writes this rank's shard file, by the writer process if it can reach the store."""
+        """Writes this rank's shard file, by the writer process if it can reach the store.
+
+        This thread writes the file where the system has no process or descriptor left for that one.
+        """
         elsewhere = place_elsewhere(self.handle.url, self.options)
         job = self.attempt.job(*(elsewhere or (self.handle.url, self.options)))
-        if elsewhere is None:
+        writer = None
+        if elsewhere is not None:
+            with suppress(StoreError):
+                writer = place.writer()
+        if writer is None:
             return write_here(job, data, place.arena, self.progress)
-        return place.writer().write(job, self.progress)
+        return writer.write(job, self.progress)
 
     def end(self, ranks: Ranks, written: ShardSummary | None, error: Exception | None) -> None:
         """Commits the checkpoint."""

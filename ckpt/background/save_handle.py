@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 
+from ckpt.arguments import Uncopied
 from ckpt.display import printable, size
 from ckpt.errors import WaitTimeoutError
 from sharding.url_secrets import without_secrets
@@ -28,7 +29,7 @@ class Saved:
     """The time from the call until the checkpoint existed."""
 
 
-class SaveHandle:
+class SaveHandle(Uncopied):
     """A background save. Only the thread that called `ckpt.save` uses the public methods."""
 
     url: str

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
@@ -18,6 +19,7 @@ from multiprocessing.reduction import send_handle
 from ckpt.background.arena import Arena, set_progress
 from ckpt.background.writer_process import IGNORED
 from ckpt.errors import StoreError
+from ckpt.stores.request_errors import explained_on_disk
 from ckpt.transfer.write_job import WriteJob, job_message, read_answer, write_staged
 from formats.native.shard import Progress, ShardSummary
 
@@ -35,27 +37,8 @@ class WriterProcess:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._connection, theirs = Pipe()
-        # The descriptors are above those of standard input, output and error: if one of these is
-        # closed in the trainer, the next file that is opened gets its number.
-        descriptors = [
-            fcntl.fcntl(found, fcntl.F_DUPFD_CLOEXEC, 3)
-            for found in (theirs.fileno(), arena.descriptor)
-        ]
-        # A signal to the job may come before the process has said that it ignores signals.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _START, *map(str, descriptors), *sys.path],
-                pass_fds=descriptors,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
-        finally:
-            theirs.close()
-            for descriptor in descriptors:
-                os.close(descriptor)
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with explained_on_disk("starting", "the process that writes background saves"):
+            self._connection, self.process = _started(arena)
         # A forked child, such as a data loader's, would keep the connection open.
         os.register_at_fork(after_in_child=self._connection.close)
 
@@ -107,6 +90,29 @@ class WriterProcess:
         except BaseException:
             self.close()
             raise
+
+
+def _started(arena: Arena) -> tuple[Connection, subprocess.Popen[bytes]]:
+    """Starts the process; returns the trainer's end of the connection to it. Raises OSError."""
+    with ExitStack() as stack:
+        ours, theirs = Pipe()
+        stack.callback(theirs.close)
+        # The descriptors are above those of standard input, output and error: if one of these is
+        # closed in the trainer, the next file that is opened gets its number.
+        descriptors = []
+        for number in (theirs.fileno(), arena.descriptor):
+            descriptors.append(fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3))
+            stack.callback(os.close, descriptors[-1])
+        # A signal to the job may come before the process has said that it ignores signals.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+        stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
+        process = subprocess.Popen(
+            [sys.executable, "-c", _START, *map(str, descriptors), *sys.path],
+            pass_fds=descriptors,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+    return ours, process
 
 
 def _follow(connection: Connection, arena: Arena, progress: Progress | None) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ckpt.arguments import Uncopied
 from ckpt.background.arena import Arena
 from ckpt.background.save import begin
 from ckpt.background.save_handle import SaveHandle
@@ -132,7 +133,7 @@ class _Slot:
     """The users of the memory once its version is retired."""
 
 
-class LiveState:
+class LiveState(Uncopied):
     """A published state. Use it in a `with` statement, or close it; all ranks call all methods."""
 
     def __init__(

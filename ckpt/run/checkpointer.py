@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 from warnings import warn
 
-from ckpt.arguments import CastingRule
+from ckpt.arguments import CastingRule, Uncopied
 from ckpt.background.staging import COPIED, When
 from ckpt.errors import (
     ArgumentError,
@@ -70,7 +70,7 @@ EXCEPTION_SECONDS = 30.0
 """The time that a rank waits for the others after an exception, if there is no deadline."""
 
 
-class Checkpointer:
+class Checkpointer(Uncopied):
     """Saves, keeps, removes and restores the checkpoints of one run in the folder `url`.
 
     >>> import ckpt, tempfile, torch

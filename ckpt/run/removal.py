@@ -78,10 +78,14 @@ class Tidying:
         `look` raises NotOwnerError if another job owns the folder.
         """
         self.wait()
-        self._thread = threading.Thread(
-            target=self._run, args=(url, keep, options, look), name="ckpt-keep", daemon=True
-        )
-        self._thread.start()
+        arguments = (url, keep, options, look)
+        thread = threading.Thread(target=self._run, args=arguments, name="ckpt-keep", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no thread can be started
+            self._run(*arguments)
+        else:
+            self._thread = thread
 
     def wait(self) -> None:
         """Returns once no removal is under way."""

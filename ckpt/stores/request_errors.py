@@ -41,7 +41,10 @@ _ADVICE = (
         (errno.EMFILE,),
         "this process has as many open files as it may have: raise `ulimit -n`, or close some",
     ),
-    ((errno.ENFILE, errno.ENOMEM), "the machine has no more: end other programs, and try again"),
+    (
+        (errno.ENFILE, errno.ENOMEM, errno.EAGAIN),
+        "the machine or a limit (`ulimit -a`) has no more: raise it, or end other programs",
+    ),
     ((errno.ENAMETOOLONG,), "choose a shorter path"),
     (
         (errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EEXIST, errno.ENOTEMPTY),

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import base64
 import math
+import re
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -39,8 +41,28 @@ TYPED = frozenset(
 )
 """The kinds of typed values (docs/format.md, section "Typed values")."""
 
+_BITS = re.compile(r"[0-9a-f]{16}")
+NAN_BITS = "7ff8000000000000"
+"""The bits of the NaN that has the node `$float`, and that most programs make."""
+
 Found: TypeAlias = "Callable[[str, str, Json], TensorRef]"
 """Returns the reference to a tensor by its name, the tag of its node and the node's value."""
+
+
+def _not_finite(number: float) -> Json:
+    bits = struct.pack(">d", number).hex()
+    if math.isnan(number) and bits != NAN_BITS:
+        return {"$typed": ["float", bits]}
+    return {"$float": str(number)}
+
+
+def _nan(bits: Json, path: str) -> float:
+    """Returns the NaN with these bits, as 16 hex digits."""
+    if isinstance(bits, str) and _BITS.fullmatch(bits):
+        number: float = struct.unpack(">d", bytes.fromhex(bits))[0]
+        if math.isnan(number):
+            return number
+    raise FormatError(f"manifest: {path}: $typed with a float of bits {str(bits)[:80]!r} is no NaN")
 
 
 def encode(tree: Tree, tensor: Callable[[str, TensorRef], Json], path: str = "") -> Json:
@@ -53,7 +75,7 @@ def encode(tree: Tree, tensor: Callable[[str, TensorRef], Json], path: str = "")
     if tree is None or isinstance(tree, bool | int | str):
         return tree
     if isinstance(tree, float):
-        return tree if math.isfinite(tree) else {"$float": str(tree)}
+        return tree if math.isfinite(tree) else _not_finite(tree)
     if isinstance(tree, list):
         return [encode(item, tensor, join(path, i)) for i, item in enumerate(tree)]
     if isinstance(tree, tuple):
@@ -155,6 +177,8 @@ class _Decoder:
             return BY_NAME[value]
         if tag == "$typed" and isinstance(value, list) and value:
             kind, *parts = value
+            if kind == "float" and len(parts) == 1:
+                return _nan(parts[0], path)
             if isinstance(kind, str) and kind in TYPED:
                 plain = _Decoder(_no_tensor_node, self.names, self.keys)
                 return TypedValue(kind, tuple(plain._items(parts, path, depth)))

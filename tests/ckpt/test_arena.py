@@ -1,6 +1,7 @@
 """The memory that states are staged in."""
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt.background import arena as arena_module
 from ckpt.background.arena import (
     HEAD_BYTES,
     REMEMBERED,
@@ -108,6 +110,24 @@ def test_memory_that_cannot_be_read_is_an_error_and_no_crash() -> None:
     arena.reserve(PAGE)
     with pytest.raises(OSError, match="for 8 bytes of shared memory"):
         arena.fill(0, 1, 8)
+    arena.close()
+
+
+def test_a_copy_that_a_signal_interrupts_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, left = arena_module._pwrite, [errno.EINTR]
+
+    def pwrite(*arguments: int) -> int:
+        if left:
+            ctypes.set_errno(left.pop())
+            return -1
+        return int(real(*arguments))
+
+    arena, source = Arena(), ctypes.create_string_buffer(b"12345678", 8)
+    data = arena.reserve(8)
+    monkeypatch.setattr(arena_module, "_pwrite", pwrite)
+    arena.fill(0, ctypes.addressof(source), 8)
+    assert data == b"12345678"
+    del data
     arena.close()
 
 

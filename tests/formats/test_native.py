@@ -1,6 +1,7 @@
 """The native format's bytes: the same ones for ever, and what is written is what is read."""
 
 import math
+import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -24,6 +25,7 @@ from formats.native.manifest import Manifest, ShardFile, StoredTensor, dump, loa
 from formats.native.opened_shard import OWN_ENTRIES
 from formats.native.shard import TABLE, ShardSummary
 from formats.native.shard_writer import write_shard
+from formats.native.tree import NAN_BITS
 from formats.outgoing import OutgoingTensor
 from formats.safetensors.header import BITS, parse
 from formats.storage import Buffer
@@ -427,3 +429,14 @@ def test_numbers_that_are_not_finite_are_counted_as_torch_counts_them(dtype: DTy
     for at in range(0, len(each), 1 + len(each) // 512):  # alone, so that no sign hides another
         one = raw[at * size : (at + 1) * size]
         assert count_nonfinite(memoryview(one * 4), dtype) == 4 * each[at]
+
+
+@pytest.mark.parametrize("bits", ["7ff8000000000000", "fff8000000000000", "7ff0000000000001"])
+def test_a_nan_keeps_its_bits(bits: str) -> None:
+    (number,) = struct.unpack(">d", bytes.fromhex(bits))
+    tree: Any = {"a": number, "c": complex(1.0, number)}
+    data = dump(Manifest({}, {}, tree, ()))
+    assert (b'"version":3' in data) == (bits != NAN_BITS)
+    found: Any = load(data).tree
+    for one in (found["a"], found["c"].imag):
+        assert struct.pack(">d", one).hex() == bits

@@ -211,6 +211,7 @@ DEFECTS = [
     pytest.param(a_file(b"{"), FormatError, "not JSON", id="no JSON"),
     pytest.param(a_file(b"{}{}"), FormatError, "Extra data", id="two values"),
     pytest.param(a_file(b'{"a":NaN}'), FormatError, "NaN", id="NaN"),
+    pytest.param(a_file(b'{"a":-1e999}'), FormatError, "larger than every float", id="1e999"),
     pytest.param(a_file(rb'{"__metadata__":{"\ud800":""}}'), FormatError, "surrogate", id="half"),
     pytest.param(a_file(b"[" * 100_000), HostileError, "nests too deep", id="nests too deep"),
     pytest.param(a_file([]), FormatError, "list, not an object", id="list"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import logging
 import math
 import os
+import pickle
 import signal
 import subprocess
 import threading
@@ -29,7 +31,7 @@ import ckpt
 from ckpt.run.history import metrics_text, step_of
 from ckpt.run.provenance import git_revision
 from ckpt.stores import local_store
-from tests.conftest import RankDied
+from tests.conftest import Program, RankDied
 from tools.main import main
 
 
@@ -801,3 +803,66 @@ def test_a_failure_is_counted_on_all_ranks_and_told_by_one(
     assert steps == same
     assert 2 not in steps
     assert 6 in steps
+
+
+def test_an_object_in_which_something_goes_on_is_neither_copied_nor_pickled(
+    tmp_path: Path,
+) -> None:
+    handle = ckpt.save(tmp_path / "a", state_of(1), blocking=False)
+    handle.wait()
+    run = ckpt.Checkpointer(tmp_path / "run", every_steps=1)
+    with run, ckpt.open(tmp_path / "a") as opened:
+        for one in (run, handle, opened):
+            for do in (copy.copy, copy.deepcopy, pickle.dumps):
+                with pytest.raises(ckpt.MisuseError, match="cannot be copied or pickled"):
+                    do(one)
+        assert run.save(1, state_of(1))
+
+
+SHORT = """
+import errno, os, resource, subprocess, sys, threading, torch, ckpt
+from ckpt.errors import SaveFailedWarning
+folder, kind = sys.argv[1:]
+state = {"w": torch.zeros(300_000), "n": 0}
+with ckpt.Checkpointer(f"{folder}/first", every_steps=1, keep=ckpt.Keep(last=1), signals=()) as run:
+    run.restore(state)  # imports need descriptors too
+    run.save(1, state)
+ckpt.read(f"{folder}/first/step-1")
+from ckpt.background.workplace import workplace
+workplace().close()
+def limit_files(most):
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+def none_left(*arguments, **options):
+    if kind == "thread":
+        raise RuntimeError("can't start new thread")
+    raise BlockingIOError(errno.EAGAIN, "no process")
+if kind == "descriptor":
+    most = max(map(int, os.listdir("/proc/self/fd")))
+    while os.open(os.devnull, os.O_RDONLY) <= most:
+        pass
+    limit_files(most + 5)
+elif kind == "thread":
+    threading.Thread.start = none_left
+else:
+    subprocess.Popen.__init__ = none_left
+with ckpt.Checkpointer(f"{folder}/run", every_steps=1, keep=ckpt.Keep(last=1), signals=()) as run:
+    for n in (1, 2, 3):
+        state["w"].fill_(n)
+        state["n"] = n
+        assert run.save(n, state)
+limit_files(999)
+steps = [one.step for one in ckpt.run_steps(f"{folder}/run")]
+found = ckpt.read(ckpt.latest(f"{folder}/run")) if steps else None
+assert found is None or bool((found["w"] == found["n"]).all())
+print(run.failures, steps)
+"""
+
+
+@pytest.mark.parametrize("kind", ["thread", "process", "descriptor"])
+def test_without_a_thread_a_process_or_descriptors_a_run_saves_in_another_way(
+    programs: Callable[..., Program], tmp_path: Path, kind: str
+) -> None:
+    out, err = programs(SHORT, tmp_path, kind).communicate()
+    assert out == "0 [3]\n", err
+    assert not err
