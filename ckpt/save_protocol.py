@@ -168,8 +168,14 @@ def agreed_attempt(
     hashes = ReplicaHashes(options.replicas, ranks.global_rank)
     # Rank 0's manifest names the base from which the other ranks borrow.
     base = None if options.base is None else os.path.basename(options.base.rstrip("/"))
-    how = {"replicas": options.replicas, "base": base, "dtype": str(options.dtype)}
-    arguments = {**(arguments or {}), **how}
+    how = {
+        "replicas": options.replicas,
+        "base": base,
+        "dtype": str(options.dtype),
+        "overwrite": options.overwrite,
+        "compress": options.compress,
+    }
+    arguments = {**how, **(arguments or {})}
     held = agree_on_state(
         ranks,
         "describing the state",

@@ -224,10 +224,11 @@ def save_with(
                 check_free(in_flight.saves, when_busy, turn, ranks.is_single_process)
                 check_options(ranks, store, options)
 
+            arguments = {"staging": staging, "when_busy": when_busy, "timeout": float(timeout)}
             path = local_path(store.url)
             is_new = path is None or not os.path.lexists(path)  # no rank writes before all agree
             try:
-                attempt, leaves = agreed_attempt(ranks, state, options, check)
+                attempt, leaves = agreed_attempt(ranks, state, options, check, arguments)
             except RankError as error:
                 if error.error == BusyError.__name__:
                     raise BusyError(str(error)) from error

@@ -194,7 +194,9 @@ class Checkpointer(Uncopied):
         self._local: LocalTier | None = None
         self._memory: MemoryTier | None = None
         how = (blocking, staging, compress, replicas, on_failure, memory, save_on_exception)
-        arguments = (self.url, self._keep, self._schedule, how, local_every_steps, local_keep)
+        local_ones = (local_every_steps, local_keep)
+        seconds = (deadline, float(timeout))
+        arguments = (self.url, self._keep, self._schedule, how, local_ones, seconds)
         try:
             options = local_options(local, local_every_steps, local_keep, self.url)
             self._meet(repr(arguments), options, memory)

@@ -300,6 +300,45 @@ def save_unlike(folder: str) -> str:
     return save_one_bit(folder, ("sample", "check")[dist.get_rank()])
 
 
+UNLIKE: dict[str, tuple[Any, Any]] = {
+    "overwrite": (False, True),
+    "compress": (False, True),
+    "timeout": (60, 61.5),
+    "staging": ("copied", "overlapped"),
+    "when_busy": ("wait", "refuse"),
+    "blocking": (True, False),
+}
+
+
+def save_with_unlike_arguments(folder: str) -> list[tuple[str, str]]:
+    """The error of a save for each argument that differs between the ranks."""
+    found = []
+    for name, values in UNLIKE.items():
+        options = {name: values[dist.get_rank()]}
+        try:
+            handle = ckpt.save(folder, {"w": torch.ones(3)}, **options)
+            found.append(("saved", str(handle)))
+        except ckpt.CkptError as error:
+            found.append((type(error).__name__, str(error)))
+    return found
+
+
+def test_ranks_that_save_with_other_arguments_are_an_error_on_all_before_a_byte_is_written(
+    clusters: Callable, tmp_path: Path
+) -> None:
+    for rank, found in enumerate(clusters(2).run(save_with_unlike_arguments, str(tmp_path))):
+        for (name, values), (error, message) in zip(UNLIKE.items(), found, strict=True):
+            if name == "blocking":
+                assert error == "RankError"
+                assert "ckpt.save(blocking=False)" in message
+            else:
+                assert error == "StateError"
+                assert "the ranks were called with different arguments" in message
+                value = float(values[rank]) if name == "timeout" else values[rank]
+                assert f"{name}={value!r}" in message
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_check_sees_every_bit_and_a_sample_does_not(clusters: Callable, tmp_path: Path) -> None:
     said = clusters(2).run(save_one_bit, str(tmp_path), "check")
     assert all("not the same on all ranks that have them: w (rank 1);" in text for text in said)
