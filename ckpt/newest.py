@@ -226,12 +226,27 @@ def committed(folder: str | os.PathLike[str], options: Options) -> list[Committe
     return _looked_into(folder, options)[0]
 
 
+def committed_beside_files(
+    folder: str | os.PathLike[str], options: Options
+) -> tuple[list[Committed], list[str]]:
+    """Returns the result of `committed`, and the files in the folder, from one listing."""
+    with open_store(folder, options) as store:
+        entries = store.entries()
+        names = [name.removesuffix("/") for name in entries if name.endswith("/")]
+        known, _ = _all_of(store, names)
+    return known, [name for name in entries if not name.endswith("/")]
+
+
 def _looked_into(
     folder: str | os.PathLike[str], options: Options
 ) -> tuple[list[Committed], dict[str, OSError]]:
     """Returns the checkpoints of a folder, newest first, and the errors of unreadable ones."""
-    with open_store(folder, options) as store, Pool(WORKERS, "ckpt-list") as pool:
-        names = store.folders()
+    with open_store(folder, options) as store:
+        return _all_of(store, store.folders())
+
+
+def _all_of(store: Store, names: list[str]) -> tuple[list[Committed], dict[str, OSError]]:
+    with Pool(WORKERS, "ckpt-list") as pool:
         found = list(pool.map(lambda name: _committed(store, name), names))
     known = newest_first((one for one in found if isinstance(one, Committed)), lambda one: one.age)
     pairs = zip(names, found, strict=True)

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ckpt.errors import ExistsError
-from ckpt.newest import BEGAN, ORDER, Committed, committed
+from ckpt.newest import BEGAN, ORDER, Committed, committed_beside_files
 from ckpt.run.retention import RunStep, newest_steps
 from ckpt.stores.store import Options, open_store
 from formats.detect import folder_format
@@ -88,11 +88,10 @@ def run_steps(url: str | os.PathLike[str], *, storage_options: Options = None) -
     [(4, 0.25), (2, 0.5)]
     """
     try:
-        found = committed(url, storage_options)
-        with open_store(url, storage_options) as store:
-            pins = pins_in(store.names())
+        found, files = committed_beside_files(url, storage_options)
     except FileNotFoundError:
         return []
+    pins = pins_in(files)
     steps = [step for one in found if (step := run_step(one)) is not None]
     return newest_steps(replace(one, pins=pins.get(one.step, ())) for one in steps)
 
