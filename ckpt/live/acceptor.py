@@ -2,7 +2,7 @@
 
 Rules:
 
-1. A connection is silent from its start to the first byte of a request, and between two requests.
+1. A connection is silent from its start until a request has come, and between two requests.
    If there are too many connections, or no descriptors, the one that is silent for longest makes
    place for the next.
 2. An unexpected exception ends one connection, and goes to standard error.

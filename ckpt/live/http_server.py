@@ -4,8 +4,8 @@ Rules:
 
 1. A request has limits: of its head and body, and of the time that it takes to arrive. What breaks
    them is answered by a refusal where an answer is possible, and the connection is closed.
-2. A connection that says nothing costs a task and a descriptor until its time is over, or until
-   others need its place (`ckpt.live.acceptor`).
+2. A connection without a whole request costs a task and a descriptor until its time is over, or
+   until others need its place (`ckpt.live.acceptor`). Without the token it gets one answer.
 3. `HttpConnection.content` is the content of the last answer, until the connection asks again: the
    reader may not yet have taken all bytes out of the system's buffers, not even at the end of the
    connection.
@@ -37,6 +37,7 @@ from ckpt.live.protocol import (
     IDLE_SECONDS,
     REQUEST_SECONDS,
     STALL_SECONDS,
+    STATUS,
     RefusedError,
     Segment,
 )
@@ -162,17 +163,17 @@ class HttpServer:
             self._app.ended(connection)
 
     async def _serve_all(self, connection: HttpConnection) -> None:
-        seconds = REQUEST_SECONDS
+        wire, seconds = connection.wire, REQUEST_SECONDS
         while not self._acceptor.is_closing and await self._first_bytes(connection, seconds):
             try:
-                request = await _request(connection)
+                request = await self._acceptor.silence(wire, _request(connection))
                 connection.content = None
                 answer = await self._answer(request)
             except RefusedError as refusal:
                 request, answer = None, refused(refusal)
             await _send(connection, request, answer)
-            if request is None:
-                await connection.wire.finish()
+            if _is_last(request, answer):
+                await self._acceptor.silence(wire, wire.finish())
                 return
             if connection.parser.our_state is not h11.DONE:
                 return
@@ -342,11 +343,16 @@ async def _send_content(
     connection.parser.send(h11.EndOfMessage())
 
 
+def _is_last(request: HttpRequest | None, answer: HttpAnswer) -> bool:
+    """Whether the answer is for a stranger: to no request, or to one without the token."""
+    return request is None or answer.status == STATUS["token"]
+
+
 def _head(
     connection: HttpConnection, request: HttpRequest | None, answer: HttpAnswer, nbytes: int
 ) -> bytes:
     headers = [("server", SERVER), ("content-length", str(nbytes)), *answer.headers]
-    if request is None:
+    if _is_last(request, answer):
         headers.append(("connection", "close"))
     if connection.parser.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
         raise ConnectionResetError

@@ -232,6 +232,7 @@ def test_nothing_is_told_without_the_token(shared: HostServer, method: str, path
     for token in (None, "wrong", TOKEN[:-1], TOKEN + "x"):
         with Client(shared.address, token) as client:
             found = client.ask(method, path, b"{}")
+            assert client.connection.sock is None  # it has one answer
         assert found.status == 401
         if method != "HEAD":
             assert found.json["error"] == "token"
@@ -426,12 +427,13 @@ def in_thread(
     assert not thread.is_alive()
 
 
-def test_silent_connections_make_place_for_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("said", [b"", b"GET / HT"])
+def test_connections_without_a_request_make_place_for_others(tmp_path: Path, said: bytes) -> None:
     (tmp_path / "f").write_bytes(b"12345")
     before = descriptors_of()
     with in_thread(tmp_path, most=8) as (address, server), ExitStack() as stack:
         for _ in range(100):
-            stack.enter_context(socket.create_connection(address, SECONDS))
+            stack.enter_context(socket.create_connection(address, SECONDS)).sendall(said)
         until(lambda: len(server.connections) == 8)
         with Client(address, None) as client:
             assert client.get("/f").body == b"12345"

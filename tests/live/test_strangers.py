@@ -118,7 +118,9 @@ def stranger_at(port: Port, stranger: str) -> Iterator[None]:
             wanted = min(MANY + 500, before[1])
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(wanted, before[0]), before[1]))
             for _ in range(min(MANY, wanted - 500)):
-                stack.enter_context(port.connect(is_patient=False))
+                connected = stack.enter_context(port.connect(is_patient=False))
+                with suppress(OSError):  # it is on its way, or closed already
+                    connected.send(port.says("drip")[:1])
         elif stranger == "drip":
             stack.enter_context(_dripping(port))
         else:
