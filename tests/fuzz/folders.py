@@ -6,7 +6,8 @@ from typing import cast
 
 import numpy as np
 
-from ckpt import sources, verifying
+from ckpt import sources
+from ckpt.checking import verify as verifying
 from ckpt.errors import NotACheckpointError
 from ckpt.plan.read_plan import requests_for
 from ckpt.sources import Source
