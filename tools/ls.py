@@ -94,7 +94,7 @@ def run(options: Options) -> int:
     told = mapping(options.storage_options)
     try:
         with open_source(options.url, told) as source:
-            if source.catalog.format == "ckpt" or not _is_run(options.url, told):
+            if source.catalog.format == "ckpt" or not _has_checkpoints(options.url, told):
                 _print_tensors(options, source.catalog)
                 return ExitCode.FINE
             rows = list(_checkpoints(options.url, told))
@@ -184,15 +184,17 @@ def _print_tensors(options: Options, catalog: Catalog) -> None:
         print(line)
 
 
-def _is_run(url: str, told: Mapping[str, object] | None) -> bool:
-    """Whether a place is the folder of a run, in which a converted file may lie too."""
+def _has_checkpoints(url: str, told: Mapping[str, object] | None) -> bool:
+    """Whether a place is a folder of checkpoints, in which a converted file may lie too."""
     from ckpt.run.history import step_of
     from ckpt.stores.store import is_file, open_store
 
     if is_file(url, told):
         return False
     with open_store(url, told) as store:
-        return any(step_of(name) is not None for name in store.folders())
+        return any(
+            step_of(name) is not None or MANIFEST in store.entries(name) for name in store.folders()
+        )
 
 
 def _checkpoints(url: str, told: Mapping[str, object] | None) -> Iterator[Row]:

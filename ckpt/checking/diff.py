@@ -53,6 +53,8 @@ BLOCK_BYTES = 16 << 20
 """Bytes of a tensor that are read and compared in one step."""
 FLAT_FORMATS = ("safetensors", "huggingface", "npz", "npy")
 """Formats that hold only tensors."""
+GGUF = "gguf"
+"""A format with values about its model, under names of its own."""
 SHOWN_NAMES = 3
 
 
@@ -237,7 +239,7 @@ class _Side:
 def _alike(side: Source, other: Source) -> Source:
     """Returns the weights of a training's folder, if the other side is a checkpoint of weights."""
     weights = side.catalog.weights
-    if not weights or other.catalog.weights or other.catalog.format not in (*FLAT_FORMATS, "gguf"):
+    if not weights or other.catalog.weights or other.catalog.format not in (*FLAT_FORMATS, GGUF):
         return side
     return replace(side, catalog=under(side.catalog, weights))
 
@@ -388,8 +390,9 @@ def _compare_values(
 ) -> tuple[tuple[ValueDifference, ...], tuple[str, ...]]:
     for side, other in ((a, b), (b, a)):
         kind = side.source.catalog.format
-        if kind in FLAT_FORMATS:
-            note = f"the plain values of {other.source.url} were not compared: {kind} holds none"
+        if _is_flat_beside(kind, other.source.catalog.format):
+            has = "has only its own" if kind == GGUF else "holds none"
+            note = f"the plain values of {other.source.url} were not compared: {kind} {has}"
             return (), (note,) if other.values else ()
     found = []
     for name in dict.fromkeys((*a.values, *b.values)):
@@ -401,6 +404,11 @@ def _compare_values(
     return tuple(found), _about_opaque(a.values, b.values)
 
 
+def _is_flat_beside(kind: str, other: str) -> bool:
+    """Whether values and nests of one format are not compared with those of another."""
+    return kind in FLAT_FORMATS or (kind == GGUF != other)
+
+
 def _about_opaque(a: Mapping[str, Tree], b: Mapping[str, Tree]) -> tuple[str, ...]:
     """Returns a note on the opaque values that two checkpoints have; none without any."""
     opaque = [name for name, value in a.items() if isinstance(value, OpaqueValue) and name in b]
@@ -410,7 +418,7 @@ def _about_opaque(a: Mapping[str, Tree], b: Mapping[str, Tree]) -> tuple[str, ..
 
 def _compare_structure(a: _Side, b: _Side) -> tuple[StructureDifference, ...]:
     kinds = {side.source.catalog.format for side in (a, b)}
-    if kinds & set(FLAT_FORMATS):
+    if any(_is_flat_beside(kind, other) for kind in kinds for other in kinds):
         return ()
     with_keys = "dcp" not in kinds or len(kinds) == 1
     return compare_structure(a.structure, b.structure, with_keys)

@@ -132,6 +132,11 @@ def test_a_file_that_was_converted_into_the_folder_of_a_run_hides_no_checkpoint(
         *("step-10", "step-20", "step-30"),
     ]
     assert run("ls", tmp_path / "model.safetensors").out.split()[:2] == ["w", "float32"]
+    (tmp_path / "step-30").rename(tmp_path / "first")
+    for step in (10, 20):
+        shutil.rmtree(tmp_path / f"step-{step}")
+    lines = run("ls", tmp_path).out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["first", "model.safetensors"]
 
 
 def test_the_program_of_a_run_is_shown_on_request(run, tmp_path):
