@@ -103,28 +103,28 @@ class AzureDriver(Session):
             data = data[len(target) :]
         return size
 
-    def get(self, path: str, limit: int) -> bytes | int:
-        """Reads a blob; returns its size if that is above `limit`."""
+    def get(self, path: str, limit: int) -> tuple[bytes | int, str]:
+        """Reads a blob; returns its size if that is above `limit`, and its ETag."""
 
-        async def fetch() -> bytes | int:
+        async def fetch() -> tuple[bytes | int, str]:
             answer = await self._blob(path).download_blob(**_ONCE)
-            size = int(answer.properties.size)
+            size, tag = int(answer.properties.size), str(answer.properties.etag or "")
             if size > limit:
-                return size
+                return size, tag
             data = bytes(await answer.readall())
             if len(data) != size:
                 raise ShortAnswerError(f"the response has {len(data)} of {size} bytes")
-            return data
+            return data, tag
 
         return self._run(fetch())
 
-    def put(self, path: str, data: memoryview) -> None:
-        """Writes a blob in one request."""
-        self._upload(path, data, overwrite=True)
+    def put(self, path: str, data: memoryview, tag: str = "") -> str:
+        """Writes a blob in one request, and returns its ETag; if it has `tag`, with one."""
+        return self._upload(path, data, overwrite=True, **_if_it_has(tag))
 
-    def put_if_absent(self, path: str, data: memoryview) -> None:
+    def put_if_absent(self, path: str, data: memoryview) -> str:
         """Writes a blob in one request, on the condition that it does not exist."""
-        self._upload(path, data, overwrite=False)
+        return self._upload(path, data, overwrite=False)
 
     def create_multipart(self, path: str) -> str:
         """Returns an upload id, the prefix of the block names. Sends no request."""
@@ -171,9 +171,12 @@ class AzureDriver(Session):
 
         return self._run(pending())
 
-    def delete(self, path: str) -> None:
-        """Deletes a blob."""
-        self._run(self._blob(path).delete_blob(delete_snapshots="include", **_ONCE))
+    def delete(self, path: str, tag: str = "") -> None:
+        """Deletes a blob; with `tag`, if this is its ETag."""
+        deleting = self._blob(path).delete_blob(
+            delete_snapshots="include", **_if_it_has(tag), **_ONCE
+        )
+        self._run(deleting)
 
     def delete_folder(self, folder: str) -> None:
         """Does nothing: a prefix has no object of its own."""
@@ -207,9 +210,12 @@ class AzureDriver(Session):
         is_passing = status in (408, 409, 429) or status >= 500
         return ErrorClass.PASSING if is_passing else ErrorClass.LASTING
 
-    def _upload(self, path: str, data: memoryview, overwrite: bool) -> None:
+    def _upload(self, path: str, data: memoryview, overwrite: bool, **condition: Any) -> str:
         blob = self._blob(path)
-        self._run(blob.upload_blob(bytes(data), length=len(data), overwrite=overwrite, **_ONCE))
+        uploading = blob.upload_blob(
+            bytes(data), length=len(data), overwrite=overwrite, **condition, **_ONCE
+        )
+        return str(self._run(uploading).get("etag") or "")
 
     def _blob(self, path: str) -> Any:
         container, key, _ = self._fs.split_path(path)
@@ -222,6 +228,10 @@ class AzureDriver(Session):
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return in_loop(self._fs.loop, work)
+
+
+def _if_it_has(tag: str) -> dict[str, Any]:
+    return {"etag": tag, "match_condition": MatchConditions.IfNotModified} if tag else {}
 
 
 def _found(name: str, blob: Any) -> ObjectInfo:

@@ -94,16 +94,23 @@ class Driver(Protocol):
         """
         ...
 
-    def get(self, path: str, limit: int) -> bytes | int:
-        """Reads all bytes of a file; returns its size if that is above `limit`."""
+    def get(self, path: str, limit: int) -> tuple[bytes | int, str]:
+        """Reads all bytes of a file; returns its size if that is above `limit`.
+
+        Also returns the tag of this state of the file; "" where there are no tags.
+        """
         ...
 
-    def put(self, path: str, data: memoryview) -> None:
-        """Writes a file in one request."""
+    def put(self, path: str, data: memoryview, tag: str = "") -> str:
+        """Writes a file in one request, and returns its tag.
+
+        With a `tag` there is a condition: the file is in this state. Another state is an error of
+        the class EXISTS, no file one of this class or of MISSING.
+        """
         ...
 
-    def put_if_absent(self, path: str, data: memoryview) -> None:
-        """Writes a file in one request, on the condition that it does not exist."""
+    def put_if_absent(self, path: str, data: memoryview) -> str:
+        """Writes a file as `put`, on the condition that it does not exist."""
         ...
 
     def abort_multipart(self, path: str, upload_id: str) -> None:
@@ -114,8 +121,8 @@ class Driver(Protocol):
         """Lists the uploads in a folder that are neither complete nor aborted."""
         ...
 
-    def delete(self, path: str) -> None:
-        """Deletes a file."""
+    def delete(self, path: str, tag: str = "") -> None:
+        """Deletes a file; with a `tag` on the condition of `put`."""
         ...
 
     def delete_folder(self, folder: str) -> None:

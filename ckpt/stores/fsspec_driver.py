@@ -73,18 +73,19 @@ class FsspecDriver(Session):
             data = data[len(target) :]
         return None
 
-    def get(self, path: str, limit: int) -> bytes | int:
-        """Reads all bytes of a file; returns its size if that is above `limit`."""
+    def get(self, path: str, limit: int) -> tuple[bytes | int, str]:
+        """Reads all bytes of a file; returns its size if that is above `limit`, and no tag."""
         size = self._size(path)
-        return size if size > limit else bytes(self._fs.cat_file(path))
+        return (size if size > limit else bytes(self._fs.cat_file(path))), ""
 
-    def put(self, path: str, data: memoryview) -> None:
-        """Writes a file in one call."""
+    def put(self, path: str, data: memoryview, tag: str = "") -> str:
+        """Writes a file in one call. There are no tags."""
         self._check_can_write(path)
         self._make_folder(path)
         self._fs.pipe_file(path, bytes(data))
+        return ""
 
-    def put_if_absent(self, path: str, data: memoryview) -> None:
+    def put_if_absent(self, path: str, data: memoryview) -> str:
         """Writes a file in one call, if absent as far as the file system has this condition."""
         self._check_can_write(path)
         self._make_folder(path)
@@ -92,8 +93,9 @@ class FsspecDriver(Session):
         # argument. `capabilities` does not claim the condition: a commit looks for the file first.
         with suppress(NotImplementedError, TypeError):
             self._fs.pipe_file(path, bytes(data), mode="create")
-            return
+            return ""
         self._fs.pipe_file(path, bytes(data))
+        return ""
 
     def abort_multipart(self, path: str, upload_id: str) -> None:
         """Does nothing: `list_multipart` returns no uploads."""
@@ -121,8 +123,8 @@ class FsspecDriver(Session):
             raise
         remote.close()
 
-    def delete(self, path: str) -> None:
-        """Deletes a file."""
+    def delete(self, path: str, tag: str = "") -> None:
+        """Deletes a file. There are no tags."""
         self._check_can_write(path)
         self._fs.rm_file(path)
 

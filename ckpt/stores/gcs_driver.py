@@ -35,13 +35,15 @@ class GcsDriver(FsspecDriver):
         """Lists objects and prefixes directly below a prefix, but not the buckets themselves."""
         return super().list_folder(folder) if folder.strip("/") else []
 
-    def put(self, path: str, data: memoryview) -> None:
-        """Writes an object in one request."""
+    def put(self, path: str, data: memoryview, tag: str = "") -> str:
+        """Writes an object in one request. There are no tags: gcsfs has no condition for them."""
         self._fs.pipe_file(path, bytes(data), mode="overwrite")
+        return ""
 
-    def put_if_absent(self, path: str, data: memoryview) -> None:
+    def put_if_absent(self, path: str, data: memoryview) -> str:
         """Writes an object in one request, with ifGenerationMatch=0."""
         self._fs.pipe_file(path, bytes(data), mode="create")
+        return ""
 
     @contextmanager
     def stream(self, path: str) -> Iterator[FileWriter]:

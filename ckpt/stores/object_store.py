@@ -10,20 +10,25 @@ Rules:
 3. The store trusts only guarantees that a server has shown. The first commit of a process tests the
    server (`_put_absent`), and the result holds for all folders of that server.
 4. Folders are prefixes. The store creates and removes none where they are not objects.
+5. A request that was given up may be carried out much later. A store that has read a file replaces
+   and deletes it on condition of this state (its ETag), so that a late request finds another state
+   and does nothing.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from ckpt.budget import memory_budget
-from ckpt.errors import ExistsError, StoreError
+from ckpt.errors import ExistsError, ReplacedError, StoreError
 from ckpt.stores.capabilities import StoreCapabilities, Unfinished
 from ckpt.stores.driver import MultipartDriver, ObjectInfo, PastEndError, StreamDriver
 from ckpt.stores.request_errors import UnsupportedRequestError, UploadGoneError, explained
@@ -47,6 +52,12 @@ _log = logging.getLogger("ckpt.stores")
 CANCEL_SECONDS = 10.0
 """The deadline of an abort after a failure or an interrupt, which waits for it."""
 
+NO_LIMIT = sys.maxsize
+REPLACING = 10
+"""The most tries to replace a file that other programs replace, too."""
+
+_without_tags: set[str] = set()
+"""The servers that have refused conditions for the tags of files."""
 _honours: dict[str, bool] = {}
 """Whether a server honours conditions, by its address, as commits of this process have shown."""
 
@@ -70,6 +81,8 @@ class ObjectStore(OverNetwork):
             )
         self.options = options
         self._root = root
+        self._tags: dict[str, str | None] = {}
+        """The tags of files as this store has last read or written them; None of absent ones."""
         self._driver = driver
         self._policy = retry_policy() if policy is None else policy
 
@@ -135,7 +148,12 @@ class ObjectStore(OverNetwork):
     def read_whole(self, name: str, limit: int) -> bytes:
         """Reads all bytes of a file in one request."""
         path = self._path(name)
-        found = self._try("reading", name, lambda: self._driver.get(path, limit))
+        try:
+            found, tag = self._try("reading", name, lambda: self._driver.get(path, limit))
+        except FileNotFoundError:
+            self._tags[name] = None
+            raise
+        self._tags[name] = tag
         if isinstance(found, int):
             raise TooLargeError(f"{self.url}/{name}", found, limit)
         return found
@@ -202,7 +220,7 @@ class ObjectStore(OverNetwork):
         """Writes a small file in one request; unless `replace`, on the condition of its absence."""
         view = memoryview(data)
         if replace:
-            self._send(name, view, self._driver.put, check)
+            self._replace(name, view, check)
         else:
             self._put_new(name, view, check)
 
@@ -217,21 +235,35 @@ class ObjectStore(OverNetwork):
         self._abort(unfinished.name, unfinished.upload_id, self._policy)
 
     def delete(self, name: str) -> bool:
-        """Removes a file, if it exists. Returns False for one that was not there at the first try.
+        """Removes a file, if it exists and this store has seen no other state of it (rule 5).
 
-        S3 does not tell. A later try finds no file if the answer to the first was lost.
+        Returns False for one that was not there at the first try, as far as the server tells. A
+        later try finds no file if the answer to the first was lost.
         """
-        path, tries = self._path(name), 0
+        path, tag, tries = self._path(name), self._tag(name) or "", 0
 
-        def delete() -> None:
+        def delete(tag: str = tag) -> None:
             nonlocal tries
             tries += 1
-            self._driver.delete(path)
+            self._driver.delete(path, tag)
 
         try:
-            self._try("deleting", name, delete)
+            try:
+                self._try("deleting", name, delete)
+            except (ExistsError, UnsupportedRequestError) as error:
+                if isinstance(error, ExistsError):
+                    self.read_whole(name, NO_LIMIT)
+                    if self._tags[name] != tag:
+                        raise ReplacedError(
+                            f"{self.url}/{name}: it was replaced by another one meanwhile, which "
+                            "stays"
+                        ) from None
+                self._do_without_tags(tag)
+                self._try("deleting", name, partial(delete, ""))
         except FileNotFoundError:
             return tries > 1
+        finally:
+            self._tags.pop(name, None)
         return True
 
     def remove_if_empty(self) -> None:
@@ -359,7 +391,7 @@ class ObjectStore(OverNetwork):
         self,
         name: str,
         data: memoryview,
-        request: Callable[[str, memoryview], None],
+        request: Callable[[str, memoryview], str],
         check: Callable[[], object] | None,
     ) -> None:
         """Writes a file in one request, until it is answered (rule 2).
@@ -372,32 +404,36 @@ class ObjectStore(OverNetwork):
         def send() -> Exception | None:
             nonlocal tries
             tries += 1
-            if tries > 1 and self._has(path, data):
+            if tries > 1 and self._has(name, data):
                 return None
             try:
                 if check is not None:
                     check()
             except Exception as error:  # not one of this request: no further try helps
                 return error
-            request(path, data)
+            self._tags[name] = request(path, data)
             return None
 
         try:
             refusal = self._try("writing", name, send)
         except ExistsError:
-            if tries == 1 or not self._try("reading", name, lambda: self._has(path, data)):
+            if tries == 1 or not self._try("reading", name, lambda: self._has(name, data)):
                 raise
         else:
             if refusal is not None:
                 raise refusal
 
-    def _has(self, path: str, data: memoryview) -> bool:
+    def _has(self, name: str, data: memoryview) -> bool:
         try:
-            return self._driver.get(path, len(data)) == bytes(data)
+            found, tag = self._driver.get(self._path(name), len(data))
         except Exception as error:
             if self._driver.error_class(error) is ErrorClass.MISSING:
                 return False
             raise
+        if found != bytes(data):
+            return False
+        self._tags[name] = tag
+        return True
 
     def _put_absent(self, name: str, data: memoryview, check: Callable[[], object] | None) -> None:
         """Writes a new file on condition, and learns whether the server honours it (rule 3)."""
@@ -422,6 +458,55 @@ class ObjectStore(OverNetwork):
                     pass
                 else:
                     self._learn(False)
+
+    def _replace(self, name: str, data: memoryview, check: Callable[[], object] | None) -> None:
+        """Writes a file over the state that this store has seen (rule 5).
+
+        Raises ReplacedError if another program has replaced or deleted it. Without a `check` a
+        later state is replaced in turn, unless it may have replaced the result of the first try.
+        """
+        driver = self._driver
+        for _ in range(REPLACING):
+            tag, tries = self._tag(name), 0
+
+            def put(path: str, data: memoryview, tag: str | None = tag) -> str:
+                nonlocal tries
+                tries += 1
+                if tag is None:
+                    return driver.put_if_absent(path, data)
+                return driver.put(path, data, tag)
+
+            try:
+                self._send(name, data, put, check)
+                return
+            except (ExistsError, FileNotFoundError):
+                with suppress(FileNotFoundError):
+                    if self.read_whole(name, NO_LIMIT) == data:
+                        return
+                if tag and self._tags[name] == tag:
+                    self._do_without_tags(tag)
+                elif tries > 1 or check is not None:
+                    break
+            except UnsupportedRequestError:
+                self._do_without_tags(tag)
+        raise ReplacedError(
+            f"{self.url}/{name}: another program replaced or deleted it while it was written: if "
+            "it saves here too, let one of them save elsewhere"
+        )
+
+    def _tag(self, name: str) -> str | None:
+        """Returns the tag of a file's last seen state; "" if it is unknown, None if absent."""
+        return "" if self._driver.server() in _without_tags else self._tags.get(name, "")
+
+    def _do_without_tags(self, tag: str | None) -> None:
+        """Remembers that this server has no conditions for tags, or not for those that it tells."""
+        _log.warning(
+            "%s: the server refuses conditions for states of files (%s), so that a request that "
+            "comes late may replace or delete a later checkpoint (docs/stores.md)",
+            without_secrets(self.url),
+            tag,
+        )
+        _without_tags.add(self._driver.server())
 
     def _learn(self, honours: bool) -> None:
         """Remembers whether this server honours conditions."""

@@ -172,28 +172,30 @@ class S3Driver(Session):
         found: int = self._do("get_object", path, take, Range=f"bytes={offset}-{last}")
         return found
 
-    def get(self, path: str, limit: int) -> bytes | int:
-        """Reads an object in one request; returns its size if that is above `limit`."""
+    def get(self, path: str, limit: int) -> tuple[bytes | int, str]:
+        """Reads an object; returns its size if that is above `limit`, and its ETag."""
 
-        async def take(answer: Any) -> bytes | int:
-            size = int(answer["ContentLength"])
+        async def take(answer: Any) -> tuple[bytes | int, str]:
+            size, tag = int(answer["ContentLength"]), str(answer.get("ETag", ""))
             if size > limit:
                 answer["Body"].close()
-                return size
+                return size, tag
             data = bytearray(size)
             await _fill(answer["Body"], [memoryview(data)])
-            return bytes(data)
+            return bytes(data), tag
 
-        found: bytes | int = self._do("get_object", path, take)
+        found: tuple[bytes | int, str] = self._do("get_object", path, take)
         return found
 
-    def put(self, path: str, data: memoryview) -> None:
-        """Writes an object in one request."""
-        self._do("put_object", path, Body=_Body(data))
+    def put(self, path: str, data: memoryview, tag: str = "") -> str:
+        """Writes an object in one request, and returns its ETag; if it has `tag`, with one."""
+        condition: dict[str, Any] = {"IfMatch": tag} if tag else {}
+        return str(self._do("put_object", path, Body=_Body(data), **condition).get("ETag", ""))
 
-    def put_if_absent(self, path: str, data: memoryview) -> None:
+    def put_if_absent(self, path: str, data: memoryview) -> str:
         """Writes an object in one request, on the condition that it does not exist."""
-        self._do("put_object", path, Body=_Body(data), IfNoneMatch="*")
+        answer = self._do("put_object", path, Body=_Body(data), IfNoneMatch="*")
+        return str(answer.get("ETag", ""))
 
     def create_multipart(self, path: str) -> str:
         """Begins a multipart upload and returns its id."""
@@ -233,9 +235,10 @@ class S3Driver(Session):
             if not told:
                 raise OSError("the server has more uploads, and does not tell where they begin")
 
-    def delete(self, path: str) -> None:
-        """Deletes an object, if it exists."""
-        self._do("delete_object", path)
+    def delete(self, path: str, tag: str = "") -> None:
+        """Deletes an object, if it exists; with `tag`, if this is its ETag."""
+        condition: dict[str, Any] = {"IfMatch": tag} if tag else {}
+        self._do("delete_object", path, **condition)
 
     def delete_folder(self, folder: str) -> None:
         """Does nothing: a prefix has no object of its own."""

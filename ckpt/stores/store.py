@@ -106,7 +106,11 @@ class Store(Reader, Protocol):
         ...
 
     def delete(self, name: str) -> bool:
-        """Removes a file, if it exists. Returns False if the store tells that it did not."""
+        """Removes a file, if it exists. Returns False if the store tells that it did not.
+
+        Raises ReplacedError if another program has replaced it since this store has read it, as far
+        as the store has conditions for that.
+        """
         ...
 
     def remove_if_empty(self) -> None:

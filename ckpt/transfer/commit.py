@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from warnings import warn
 
-from ckpt.errors import ExistsError, NotDurableWarning, StoreError
+from ckpt.errors import ExistsError, NotDurableWarning, ReplacedError, StoreError
 from ckpt.stores.request_errors import UnflushedError
 from ckpt.stores.store import Store, link_at, local_path
 from ckpt.transfer.bases import base_files_beside, check_unused, is_as_it_was
@@ -32,6 +32,8 @@ from formats.native.manifest import MANIFEST, Manifest, ShardFile, dump, load, r
 
 GRACE_SECONDS = 24 * 3600.0
 """A save or conversion may take at most so long from its start to its commit."""
+REPLACING = 10
+"""The most tries to replace a manifest that other saves replace, too."""
 SEEN_PAUSES_SECONDS = (0.1, 0.3, 1.0, 2.0)
 """Pauses between looks for missing files: a listing may be out of date for a moment."""
 
@@ -66,14 +68,13 @@ def commit(
     names = _check_all_are_seen(store, files)
     if not overwrite:
         check_no_other(store.url, names)
-    old = _committed(store) if overwrite else None
     if now() - began > GRACE_SECONDS:
         raise StoreError(
             f"{store.url}: this took {(now() - began) / 3600:.1f} hours, and after "
             f"{GRACE_SECONDS / 3600:g} the files count as left-overs; nothing was committed: save "
             "again"
         )
-    data, tries = dump(manifest), 0
+    data, tries, old = dump(manifest), 0, None
 
     def check() -> None:
         nonlocal tries
@@ -90,11 +91,20 @@ def commit(
             look()
 
     is_durable = True
-    try:
-        store.commit(MANIFEST, data, overwrite, check)
-    except UnflushedError as error:
-        is_durable = False
-        warn(NotDurableWarning(f"{error}; the checkpoint is complete"), stacklevel=2)
+    for left in reversed(range(REPLACING)):
+        old, tries = _committed(store) if overwrite else None, 0
+        try:
+            store.commit(MANIFEST, data, overwrite, check)
+            break
+        except UnflushedError as error:
+            is_durable = False
+            warn(NotDurableWarning(f"{error}; the checkpoint is complete"), stacklevel=2)
+            break
+        except ReplacedError:
+            # Another save has replaced `old` meanwhile, and the store refused to replace that one.
+            # After a lost answer it may have replaced this save's manifest, and removed its files.
+            if tries > 1 or not left:
+                raise
     wrong = "" if old is None else _wrong_with(store, data)
     if wrong:
         _take_back(store, old)

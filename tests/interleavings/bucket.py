@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from enum import Enum
+from hashlib import md5
 from typing import Any
 
 from ckpt.errors import ExistsError
@@ -48,6 +49,11 @@ class Stored:
 
     data: bytes
     modified: float
+
+
+def _tag(data: bytes) -> str:
+    """The ETag of an object: as on S3, equal bytes have equal tags."""
+    return md5(data, usedforsecurity=False).hexdigest()
 
 
 class Bucket:
@@ -110,9 +116,9 @@ class Bucket:
         one = self._read("HEAD", path)
         return ObjectInfo(path.rpartition("/")[2], True, len(one.data), one.modified)
 
-    def get(self, path: str, limit: int) -> bytes | int:
+    def get(self, path: str, limit: int) -> tuple[bytes | int, str]:
         data = self._read("GET", path).data
-        return len(data) if len(data) > limit else data
+        return (len(data) if len(data) > limit else data), _tag(data)
 
     def get_range(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
         data = memoryview(self._read("GET", path).data)
@@ -123,17 +129,23 @@ class Bucket:
             offset += len(target)
         return len(data)
 
-    def put(self, path: str, data: memoryview) -> None:
-        self._write("PUT", path, bytes(data), False)
+    def put(self, path: str, data: memoryview, tag: str = "") -> str:
+        self._write("PUT", path, bytes(data), self._condition(path, tag))
+        return _tag(bytes(data))
 
-    def put_if_absent(self, path: str, data: memoryview) -> None:
-        if self._conditions is Conditions.REFUSED:
-            self._before("PUT", f"{path} if absent")
+    def put_if_absent(self, path: str, data: memoryview) -> str:
+        self._write("PUT", path, bytes(data), self._condition(path, None))
+        return _tag(bytes(data))
+
+    def delete(self, path: str, tag: str = "") -> None:
+        self._write("DELETE", path, None, self._condition(path, tag))
+
+    def _condition(self, path: str, tag: str | None) -> str | None:
+        """The tag that the object must have, None of no object, as far as the server cares."""
+        if tag != "" and self._conditions is Conditions.REFUSED:
+            self._before("PUT", f"{path} if {tag or 'absent'}")
             raise OSError(errno.ENOSYS, "not implemented")
-        self._write("PUT", path, bytes(data), self._conditions is Conditions.HONOURED)
-
-    def delete(self, path: str) -> None:
-        self._write("DELETE", path, None, False)
+        return tag if self._conditions is Conditions.HONOURED else ""
 
     def list_multipart(self, folder: str) -> list[Unfinished]:
         """Small files are no uploads in parts."""
@@ -180,14 +192,20 @@ class Bucket:
         except KeyError:
             raise FileNotFoundError(path) from None
 
-    def _write(self, name: str, path: str, data: bytes | None, if_absent: bool) -> None:
-        scheduler, shown = self._scheduler(), f"{path}{' if absent' if if_absent else ''}"
+    def _write(self, name: str, path: str, data: bytes | None, tag: str | None) -> None:
+        condition = " if absent" if tag is None else f" if {tag[:4]}" if tag else ""
+        scheduler, shown = self._scheduler(), f"{path}{condition}"
         above = {f"{path[:at]}/" for at, letter in enumerate(path) if letter == "/"}
 
         def carry_out() -> None:
             if scheduler is not None and current() is not None:
                 scheduler.before(Call(name, shown, frozenset(), frozenset({path, *above})))
-            if if_absent and path in self.objects:
+            found = self.objects.get(path)
+            if tag is None and found is not None:
+                raise FileExistsError(path)
+            if tag and found is None:
+                raise FileNotFoundError(path)
+            if tag and found is not None and _tag(found.data) != tag:
                 raise FileExistsError(path)
             if data is not None:
                 self.objects[path] = Stored(data, self._clock())

@@ -19,6 +19,7 @@ from tests.interleavings.stories import STORIES, VARIABLE, Found, replayed, run_
 
 QUICK_RUNS = 6
 """Schedules of a story on one store in `make test`."""
+LATE_RUNS = 40
 ALL_RUNS = 100_000
 """Schedules of all stories in `make test-slow`."""
 PROMISES = [name for name, told in STORIES.items() if not told.is_bound]
@@ -41,6 +42,18 @@ def test_random_schedules_keep_each_promise(name: str, threads: Threads) -> None
         return
     for store in STORIES[name].stores:
         search(STORIES[name], store, range(QUICK_RUNS), threads)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "saves_over_one_place_beside_a_reader",
+        "a_deletion_beside_a_save_and_readers",
+        pytest.param("a_restore_beside_saves_and_removals", marks=pytest.mark.slow),
+    ],
+)
+def test_requests_that_come_late_keep_each_promise(name: str, threads: Threads) -> None:
+    search(STORIES[name], Conditions.HONOURED, range(LATE_RUNS), threads, is_late=True)
 
 
 @pytest.mark.slow

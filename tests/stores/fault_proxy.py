@@ -68,6 +68,7 @@ class FaultProxy:
         self._lock = threading.Lock()
         self._number = 0
         self._down = False
+        self._late: list[bytes] = []
         self._over = threading.Event()
         self._connections: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
@@ -93,6 +94,16 @@ class FaultProxy:
             yield
         finally:
             self._down = False
+
+    def deliver(self) -> list[int]:
+        """Hands the late requests to the server; the statuses of its answers."""
+        statuses = []
+        for request in self._late:
+            with self._connected() as server, server.makefile("rb") as answers:
+                server.sendall(request)
+                statuses.append(int(Message.read(answers).start.split(" ")[1]))
+        self._late.clear()
+        return statuses
 
     def clear(self) -> None:
         """Forget what was seen, and count requests from 0 again."""
@@ -210,6 +221,11 @@ class Exchange:
             return
         if fault is Fault.HANG:
             self._hang()
+        if fault is Fault.LATE:
+            parts = [head.encoded()]
+            self._take(head, lambda piece: parts.append(bytes(piece)))
+            self._proxy._late.append(b"".join(parts))
+            raise ClientGone
         if fault is Fault.DELAY:
             self._proxy._over.wait(self._proxy.delay_seconds)
         head.put("Connection", "close")

@@ -82,7 +82,7 @@ def assert_right_or_absent(place: Place, url: str, seed: int) -> bool:
     [
         pytest.param(fault, marks=() if fault in QUICK else pytest.mark.slow)
         for fault in Fault
-        if fault is not Fault.HANG
+        if fault not in (Fault.HANG, Fault.LATE)
     ],
 )
 def test_a_save_and_a_load_are_right_or_an_error_that_says_where(
@@ -132,7 +132,7 @@ def test_many_faults_of_all_kinds_lose_nothing(
     clusters: Callable, place: Place, proxy: FaultProxy, seed: int
 ) -> None:
     chance = random.Random(seed)
-    kinds = [fault for fault in Fault if fault not in (Fault.HANG, Fault.FLIP_REQUEST)]
+    kinds = [fault for fault in Fault if fault not in (Fault.HANG, Fault.LATE, Fault.FLIP_REQUEST)]
     earlier, later = f"{place.url}/step-1", f"{place.url}/step-2"
     clusters(2).run(states.save, earlier, place.options, 1, {})
     proxy.schedule = seeded(seed, chance.choice([0.05, 0.2, 0.5]), kinds)
@@ -161,6 +161,33 @@ def test_a_commit_whose_answer_is_lost_is_known_for_ones_own(
     again = tried(clusters, "save", proxy, url, 2)
     assert again.error is not None
     assert "overwrite=True" in again.error
+
+
+def test_a_late_request_of_an_earlier_save_does_not_touch_a_later_checkpoint(
+    place: Place, proxy: FaultProxy
+) -> None:
+    def save(value: int) -> None:
+        state = {"w": torch.full((10,), float(value))}
+        ckpt.save(url, state, overwrite=True, storage_options=proxy.server.options)
+
+    def value_now() -> float:
+        return float(ckpt.read(url, storage_options=place.options)["w"][0])
+
+    url = f"{place.url}/step-1"
+    save(0)
+    proxy.schedule = once(Fault.LATE, writes_the_manifest)
+    save(1)
+    save(2)
+    assert proxy.deliver() == [412]
+    assert value_now() == 2
+    deletes = once(
+        Fault.LATE, lambda one: one.method == "DELETE" and one.target.endswith("manifest.json")
+    )
+    proxy.schedule = deletes
+    ckpt.delete(url, storage_options=proxy.server.options)
+    save(3)
+    assert proxy.deliver() in ([412], [404])
+    assert value_now() == 3
 
 
 def test_an_outage_shorter_than_the_deadline_is_outlasted(
