@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from ckpt.collecting import check_no_link, remove_old
@@ -66,9 +66,13 @@ def delete(
 
 
 def was_deleted(
-    url: str | os.PathLike[str], missing_ok: bool, options: Options, gone: set[str] | None = None
+    url: str | os.PathLike[str],
+    missing_ok: bool,
+    options: Options,
+    gone: set[str] | None = None,
+    look: Callable[[], object] | None = None,
 ) -> bool:
-    """Deletes a checkpoint as `delete` does. Returns False if there was none.
+    """Deletes a checkpoint as `delete` does. Returns False if there was none. `look`: `withdraw`.
 
     With `gone` this is a dry run, which only checks all that a delete checks: as if the checkpoints
     at the places in this set were deleted. Adds the place.
@@ -104,7 +108,7 @@ def was_deleted(
             _check_unused_but_by(gone, store)
             gone.add(place)
             return True
-        if withdraw(store, data):
+        if withdraw(store, data, look):
             _remove_all(store, files)
     return True
 
@@ -164,18 +168,24 @@ def _is_missing(url: str | os.PathLike[str], store: Store, options: Options) -> 
 
 
 def delete_step(
-    place: str, missing_ok: bool, options: Options, gone: set[str] | None = None
+    place: str,
+    missing_ok: bool,
+    options: Options,
+    gone: set[str] | None = None,
+    look: Callable[[], object] | None = None,
 ) -> None:
     """Deletes a checkpoint of a run, as `was_deleted`; of a link to one, the link alone."""
     link = link_at(place)
     if link is None:
-        was_deleted(place, missing_ok, options, gone)
+        was_deleted(place, missing_ok, options, gone, look)
     else:
-        remove_link(link, gone)
+        remove_link(link, gone, look)
 
 
-def remove_link(link: str, gone: set[str] | None = None) -> None:
-    """Removes a link to a checkpoint; the checkpoint stays. With `gone`, as for `was_deleted`.
+def remove_link(
+    link: str, gone: set[str] | None = None, look: Callable[[], object] | None = None
+) -> None:
+    """Removes a link to a checkpoint; the checkpoint stays. `gone` and `look`: `was_deleted`.
 
     Raises InUseError if it is pinned, or a checkpoint beside it borrows from it by this name.
     """
@@ -189,5 +199,7 @@ def remove_link(link: str, gone: set[str] | None = None) -> None:
     if gone is not None:
         gone.add(join_url(parent, name))
     else:
+        if look is not None:
+            look()
         with suppress(FileNotFoundError):
             os.unlink(link)

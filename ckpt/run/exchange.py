@@ -228,7 +228,7 @@ class RunRanks:
     def delete(self, step: int, tier: LocalTier | None, look: Callable[[], object] | None) -> None:
         """Deletes a step from the folder of the run, then from those of the hosts.
 
-        All ranks call this. Rank 0 calls `look` before, which raises if another job owns the run.
+        All ranks call this. `look`, on rank 0, raises if another job owns the run.
 
         Raises:
             NotACheckpointError: no folder has the step.
@@ -238,9 +238,7 @@ class RunRanks:
         is_near = any(one.step == step for one in near)
 
         def delete() -> None:
-            if look is not None:
-                look()
-            delete_step(self.place(step), is_near, self._options)
+            delete_step(self.place(step), is_near, self._options, None, look)
 
         def delete_near() -> None:
             if tier is not None and self.global_rank == min(tier.host):

@@ -43,18 +43,18 @@ def removals(
 ) -> Iterator[Removal]:
     """Removes checkpoints that no rule keeps, and yields each; with `dry_run`, only yields them.
 
-    One process calls this. Raises StoreError if the store fails. `look` is called before each
-    removal; its error ends the removals.
+    One process calls this. Raises StoreError if the store fails. `look` is called directly
+    before each removal; its error forbids it.
     """
     failed: Exception | None = None
     gone: set[str] | None = set() if dry_run else None
     for one in removable(run_steps(url, storage_options=options), keep, time.time()):
         place = join_url(url, one.name)
         needed_by = ""
-        if look is not None:
-            look()
         try:
-            delete_step(place, True, options, gone)
+            delete_step(place, True, options, gone, look)
+        except NotOwnerError:
+            raise
         except InUseError as error:
             needed_by = str(error).removeprefix(f"{place}: ")
         except (CkptError, OSError) as error:

@@ -102,11 +102,16 @@ def bases_used(
 
 def is_as_it_was(base: str, digest: str, options: Options = None) -> bool:
     """Returns whether the manifest of a base still has this digest."""
-    with open_store(base, options) as store:
+    return (manifest_now(base, options) or b"")[11:43] == digest.encode()
+
+
+def manifest_now(url: str, options: Options = None) -> bytes | None:
+    """Reads the present manifest of a checkpoint; None without one. An open store has the old."""
+    with open_store(url, options) as store:
         try:
-            return read_manifest(store)[11:43] == digest.encode()
+            return read_manifest(store)
         except FileNotFoundError:
-            return False
+            return None
 
 
 def check_unused(url: str | os.PathLike[str], options: Options = None) -> None:

@@ -25,7 +25,7 @@ from warnings import warn
 from ckpt.errors import ExistsError, NotDurableWarning, ReplacedError, StoreError
 from ckpt.stores.request_errors import UnflushedError
 from ckpt.stores.store import Store, link_at, local_path
-from ckpt.transfer.bases import base_files_beside, check_unused, is_as_it_was
+from ckpt.transfer.bases import base_files_beside, check_unused, is_as_it_was, manifest_now
 from formats.detect import sign_of_another_format
 from formats.errors import FormatError, GoneError
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, dump, load, read_manifest
@@ -164,19 +164,29 @@ def is_not_there(store: Store, attempt: str, error: BaseException) -> bool:
         return False
 
 
-def withdraw(store: Store, data: bytes) -> bool:
+def withdraw(store: Store, data: bytes, look: Callable[[], object] | None = None) -> bool:
     """Deletes a manifest with these bytes durably, if no checkpoint borrows from its files.
 
     Returns False if another process has deleted it meanwhile: that one deletes the files as well,
-    unless it puts the manifest back.
+    unless it puts the manifest back. `look` is called directly before the manifest is deleted; its
+    error forbids that.
 
     Raises:
         InUseError: a checkpoint borrows from the files. The manifest is in its place.
+        ReplacedError: another checkpoint is in the place now.
         StoreError: the store failed. The manifest is in its place, or the message says that it is
             gone and its files stay.
     """
     check_unused(store.url, store.options)
-    if not store.delete(MANIFEST):
+    now = manifest_now(store.url, store.options)
+    if now != data and now is not None:
+        raise ReplacedError(
+            f"{store.url}: another process has replaced the checkpoint, and nothing was deleted; "
+            "to delete the new one, call this again"
+        )
+    if look is not None:
+        look()
+    if now is None or not store.delete(MANIFEST):
         return False
     try:
         store.flush()

@@ -67,7 +67,7 @@ class Observer:
     seed: int
     rights: Mapping[str, Rights] = field(default_factory=dict)
     has_locks: bool = True
-    """Whether the store lets one of several commits win; else two jobs may own the run."""
+    """Whether the store lets one of several commits win."""
 
     def __post_init__(self) -> None:
         self.world = World(self.store, self.seed, self.changed)
@@ -76,6 +76,8 @@ class Observer:
         """The values of all saves that were begun."""
         self.taken: dict[int, int] = {}
         """By epoch, the number of calls before the job took the run."""
+        self.has_two_owners = False
+        """Whether two jobs took the run at once, on a server without conditions (docs/runs.md)."""
         self.widest = 0
         """The most calls of a job between its last look and a commit that came too late."""
         self._epochs: dict[str, int] = {}
@@ -101,6 +103,7 @@ class Observer:
         elif verb == "removes" and was is not None and name in was.files:
             self.world.fail(f"{here().name} removes {path}, a file of a committed checkpoint")
         elif verb == "makes" and (owner := _OWNER.fullmatch(folder)):
+            self.has_two_owners |= int(owner[1]) in self.taken and not self.has_locks
             self.taken.setdefault(int(owner[1]), self._now)
             self._epochs[here().name] = int(owner[1])
 
@@ -122,11 +125,13 @@ class Observer:
                 self.world.fail(f"{here().name} commits {folder} without its file {name}")
         order = order_of(manifest.writer.get(ORDER, "")) or (0, 0)
         self.committed[folder] = Commit(order, sizes, self._now)
-        self._check_owner(f"commits {folder}", order[0])
+        self._check_look(f"commits {folder}", order[0])
 
     def _removes(self, folder: str, rights: Rights) -> None:
         was = self.committed.pop(folder, None)
         if was is None:
+            return
+        if self.has_two_owners:
             return
         newer = [one for one in self.committed.values() if one.order > was.order]
         is_old = rights.keep_last is not None and len(newer) >= rights.keep_last
@@ -137,17 +142,14 @@ class Observer:
         if rights.keep_last is not None:
             self._check_removal(folder)
 
-    def _check_owner(self, doing: str, epoch: int) -> None:
-        """Invariant 4, for a commit of a job."""
+    def _check_look(self, doing: str, epoch: int) -> None:
+        """Invariant 4, for what a job of this epoch does."""
         later = [at for other, at in self.taken.items() if other > epoch > 0]
-        if not later or self.world.scheduler is None:
+        if not later or self.world.scheduler is None or self.has_two_owners:
             return
         looked, end = here().looked
-        if self.has_locks and looked > min(later):
-            self.world.fail(
-                f"{here().name} {doing} under epoch {epoch}, and has looked after epoch "
-                f"{max(self.taken)} was taken"
-            )
+        if looked > min(later):
+            self.world.fail(f"{here().name} {doing}, and has looked after the take-over")
         own = [call for actor, call in self.world.scheduler.trace[end:] if actor.process is here()]
         self.widest = max(self.widest, len(own))
         if len(own) > MOST_CALLS_AFTER_LOOK:
@@ -156,12 +158,10 @@ class Observer:
     def _check_removal(self, folder: str) -> None:
         """Invariant 4, for a removal by a job's own rule."""
         mine = self._epochs.get(here().name, 0)
-        later = [at for other, at in self.taken.items() if other > mine > 0]
-        if later and self.has_locks and here().looked[0] > min(later):
-            self.world.fail(f"{here().name} removes {folder}, and has looked after the take-over")
-        if later and here().name in self._removed_late:
-            self.world.fail(f"{here().name} removes a second checkpoint after the take-over")
-        if later:
+        if any(other > mine > 0 for other in self.taken):
+            self._check_look(f"removes {folder}", mine)
+            if here().name in self._removed_late:
+                self.world.fail(f"{here().name} removes a second checkpoint after the take-over")
             self._removed_late.add(here().name)
 
     # For the programs of actors.

@@ -155,6 +155,25 @@ def a_job_that_takes_the_run_over(seen: Observer) -> Mapping[str, Program]:
     }
 
 
+@story("older", older=Rights(keep_last=1), newer=Rights(keep_last=2))
+def a_job_that_goes_back_beside_removals_of_an_older_one(seen: Observer) -> Mapping[str, Program]:
+    """The newer job saves a step again that the older one is about to remove."""
+    older = saved(seen, "older", 8, 9, keep=None)
+    older.close()
+
+    def save() -> None:
+        with suppress(ckpt.NotOwnerError), job(seen, keep=1) as run:
+            run.restore(state(0))
+            run.save(10, seen.begins(10.5))
+
+    def go_back() -> None:
+        with suppress(*GONE, ckpt.NotOwnerError), job(seen, keep=2) as run:
+            run.restore(state(0), step=8)
+            run.save(9, seen.begins(9.5))
+
+    return {"older": save, "newer": go_back, "reader": lambda: latest(seen)}
+
+
 @story(first=Rights(), second=Rights(), third=Rights())
 def three_jobs_that_begin_at_once(seen: Observer) -> Mapping[str, Program]:
     saved(seen, "saver", 9).close()
