@@ -297,10 +297,10 @@ def test_a_local_save_waits_for_the_one_before_and_none_begins_beside_a_far_one(
     is_slow, may_end = threading.Event(), threading.Event()
     commit = LocalStore.commit
 
-    def slow(store: LocalStore, name: str, data: bytes, replace: bool) -> None:
+    def slow(store: LocalStore, name: str, *more: Any, **options: Any) -> None:
         if "far" in store.url and is_slow.is_set() and name == "manifest.json":
             assert may_end.wait(60)
-        commit(store, name, data, replace)
+        commit(store, name, *more, **options)
 
     monkeypatch.setattr(LocalStore, "commit", slow)
     state = {"w": torch.zeros(3)}
