@@ -56,6 +56,8 @@ NO_LIMIT = sys.maxsize
 REPLACING = 10
 """The most tries to replace a file that other programs replace, too."""
 
+_bare_tags: set[str] = set()
+"""The servers whose conditions have tags without quotation marks."""
 _without_tags: set[str] = set()
 """The servers that have refused conditions for the tags of files."""
 _honours: dict[str, bool] = {}
@@ -240,31 +242,33 @@ class ObjectStore(OverNetwork):
         Returns False for one that was not there at the first try, as far as the server tells. A
         later try finds no file if the answer to the first was lost.
         """
-        path, tag, tries = self._path(name), self._tag(name) or "", 0
+        path, tries = self._path(name), 0
 
-        def delete(tag: str = tag) -> None:
+        def delete(tag: str) -> None:
             nonlocal tries
             tries += 1
             self._driver.delete(path, tag)
 
         try:
-            try:
-                self._try("deleting", name, delete)
-            except (ExistsError, UnsupportedRequestError) as error:
-                if isinstance(error, ExistsError):
-                    self.read_whole(name, NO_LIMIT)
-                    if self._tags[name] != tag:
-                        raise ReplacedError(
-                            f"{self.url}/{name}: it was replaced by another one meanwhile, which "
-                            "stays"
-                        ) from None
-                self._do_without_tags(tag)
-                self._try("deleting", name, partial(delete, ""))
+            while True:
+                tag = self._tag(name) or ""
+                try:
+                    self._try("deleting", name, partial(delete, tag))
+                    return True
+                except (ExistsError, UnsupportedRequestError) as error:
+                    if not tag:
+                        raise
+                    if isinstance(error, ExistsError):
+                        self.read_whole(name, NO_LIMIT)
+                if self._tag(name) != tag:
+                    raise ReplacedError(
+                        f"{self.url}/{name}: it was replaced by another one meanwhile, which stays"
+                    )
+                self._learn_tags(tag)
         except FileNotFoundError:
             return tries > 1
         finally:
             self._tags.pop(name, None)
-        return True
 
     def remove_if_empty(self) -> None:
         """Removes the folder if it is empty, on servers with folders."""
@@ -483,12 +487,12 @@ class ObjectStore(OverNetwork):
                 with suppress(FileNotFoundError):
                     if self.read_whole(name, NO_LIMIT) == data:
                         return
-                if tag and self._tags[name] == tag:
-                    self._do_without_tags(tag)
+                if tag and self._tag(name) == tag:
+                    self._learn_tags(tag)
                 elif tries > 1 or check is not None:
                     break
             except UnsupportedRequestError:
-                self._do_without_tags(tag)
+                self._learn_tags("")
         raise ReplacedError(
             f"{self.url}/{name}: another program replaced or deleted it while it was written: if "
             "it saves here too, let one of them save elsewhere"
@@ -496,17 +500,26 @@ class ObjectStore(OverNetwork):
 
     def _tag(self, name: str) -> str | None:
         """Returns the tag of a file's last seen state; "" if it is unknown, None if absent."""
-        return "" if self._driver.server() in _without_tags else self._tags.get(name, "")
+        tag, server = self._tags.get(name, ""), self._driver.server()
+        if server in _without_tags:
+            return ""
+        return tag.strip('"') if tag and server in _bare_tags else tag
 
-    def _do_without_tags(self, tag: str | None) -> None:
-        """Remembers that this server has no conditions for tags, or not for those that it tells."""
+    def _learn_tags(self, tag: str) -> None:
+        """Remembers that this server refuses a condition with the tag that it tells.
+
+        Ceph's gateway compares the tag in a condition without its quotation marks.
+        """
+        server = self._driver.server()
+        if tag.startswith('"'):
+            _bare_tags.add(server)
+            return
+        _without_tags.add(server)
         _log.warning(
-            "%s: the server refuses conditions for states of files (%s), so that a request that "
-            "comes late may replace or delete a later checkpoint (docs/stores.md)",
+            "%s: the server refuses conditions for states of files, so that a request that comes "
+            "late may replace or delete a later checkpoint (docs/stores.md)",
             without_secrets(self.url),
-            tag,
         )
-        _without_tags.add(self._driver.server())
 
     def _learn(self, honours: bool) -> None:
         """Remembers whether this server honours conditions."""
