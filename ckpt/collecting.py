@@ -118,7 +118,7 @@ def gc(
         StoreError: the disk or object store failed; or the place is only read, as a live state is.
         OSError: this process may not read a folder, or remove a file.
 
-    >>> import ckpt, tempfile, torch
+    >>> import ckpt, os, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     ckpt.save(f"{folder}/step-1", {"w": torch.ones(2)})
     ...     os.remove(f"{folder}/step-1/manifest.json")

@@ -54,7 +54,7 @@ def delete(
         StoreError: the disk or object store failed; or the place is only read, as a live state is.
             The checkpoint is there, or the message says that files of it stay.
 
-    >>> import ckpt, tempfile, torch
+    >>> import ckpt, os, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     ckpt.save(f"{folder}/step-1", {"w": torch.ones(2)})
     ...     ckpt.delete(f"{folder}/step-1")

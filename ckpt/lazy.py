@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from difflib import get_close_matches
 from itertools import islice
 from operator import index as as_int
 from types import EllipsisType
@@ -30,6 +31,7 @@ from ckpt.mapping.casts import Casts
 from ckpt.mapping.changes import Changes, MappingName
 from ckpt.mapping.structure import names_of
 from ckpt.match.selection import Selection, map_selected
+from ckpt.nearby import COMPARED
 from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
 from ckpt.sources import Source, open_source
 from ckpt.state.memory import check_range, empty_for, memory_of, torch_dtype
@@ -267,8 +269,10 @@ class Checkpoint(Uncopied, Mapping[str, TensorHandle], AbstractContextManager["C
     def __getitem__(self, name: str) -> TensorHandle:
         record = self.catalog.tensors.get(self.catalog.aliases.get(name, name))
         if record is None:
+            near = get_close_matches(str(name), islice(self, COMPARED), 3)
+            meant = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
             raise UnknownNameError(
-                f"{name!r} is not in {self.url}; `list(checkpoint)` has the names"
+                f"{name!r} is not in {self.url}{meant or '; `list(checkpoint)` has the names'}"
             )
         return TensorHandle(self, record)
 

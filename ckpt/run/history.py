@@ -84,7 +84,7 @@ def run_steps(url: str | os.PathLike[str], *, storage_options: Options = None) -
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with ckpt.Checkpointer(folder, every_steps=2) as run:
     ...         saved = [run.save(n, {"w": torch.ones(2)}, {"loss": 1 / n}) for n in (1, 2, 3, 4)]
-    ...     [(one.step, one.metrics["loss"]) for one in run_steps(folder)]
+    ...     [(one.step, one.metrics["loss"]) for one in ckpt.run_steps(folder)]
     [(4, 0.25), (2, 0.5)]
     """
     try:

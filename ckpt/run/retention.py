@@ -36,7 +36,8 @@ class Keep:
 
     Raises ArgumentError for a number below 1, and for `best` without `metric`.
 
-    >>> Keep(last=3, last_finite=1) == Keep(last=3, last_finite=1, mode="min")
+    >>> import ckpt
+    >>> ckpt.Keep(last=3, last_finite=1) == ckpt.Keep(last=3, last_finite=1, mode="min")
     True
     """
 

@@ -214,6 +214,8 @@ def test_tied_names_are_one_tensor_under_each_name(saved: Checkpoint) -> None:
 
 
 def test_a_name_that_is_not_there_is_a_key_error_that_says_where(saved: Checkpoint) -> None:
+    with pytest.raises(KeyError, match=r"'model\.embd' is not in .*; did you mean 'model\.embed'"):
+        saved["model.embd"]
     with pytest.raises(KeyError, match=r"nothing.* is not in .*list\(checkpoint\).* has the names"):
         saved["nothing"]
 
