@@ -210,6 +210,8 @@ SHOWN_DIFFERENCES = 6
 """The most differences of a kind in a message; the exception has all of them."""
 NOT_STRICT = frozenset({"missing", "unexpected", "shape"})
 """The differences that `strict=False` skips."""
+DCP_LOAD = "ckpt.dcp.load"
+"""A call that has torch's arguments."""
 
 
 def _remedy(names: Mapping[str, Sequence[str]], call: str) -> str:
@@ -222,6 +224,13 @@ def _remedy(names: Mapping[str, Sequence[str]], call: str) -> str:
     """
     if not NOT_STRICT & names.keys():
         return ""
+    if call == DCP_LOAD:
+        partly = "planner=DefaultLoadPlanner(allow_partial_load=True), which keeps what is missing"
+        return (
+            f"\n  Call {call} with {partly}; or ckpt.load with strict=False, exclude= or rename=."
+            if "missing" in names
+            else "\n  Call ckpt.load, which takes strict=False, exclude= and rename=."
+        )
     missing, unexpected = names.get("missing", ()), {*names.get("unexpected", ())}
     if missing and (renamed := _one_prefix(missing, unexpected)):
         return f"\n  Every missing name is in the checkpoint: call {call} with rename={renamed}"

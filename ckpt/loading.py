@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 from warnings import warn
 
 from ckpt.arguments import CastingRule, ReplicaReads, UnchangedReads, check_order, check_word
-from ckpt.errors import ArgumentTypeError, UnverifiedWarning
+from ckpt.errors import DCP_LOAD, ArgumentTypeError, UnverifiedWarning
 from ckpt.fallback import Loaded, Url, load_or_older
 from ckpt.garbage import collected_later
 from ckpt.live.address import is_live
@@ -223,6 +223,7 @@ def load_partly(
         group=None if isinstance(group, str) else group,
         storage=storage_options,
         forgiven=forgiven,
+        call=DCP_LOAD,
     )
     ranks = Ranks(group)
     once = partial(load_once, ranks, state=state, options=options)

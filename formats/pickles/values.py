@@ -318,7 +318,8 @@ def _with_attributes(arguments: Arguments) -> object:
         return made
     if kind.full in _DTENSORS:
         local = _attribute(state, "_local_tensor")
-        if isinstance(local, StoredTensor) and len(inner) > 2 and local.shape == inner[2]:
+        is_whole = isinstance(local, StoredTensor) and len(inner) > 2 and local.shape == inner[2]
+        if is_whole and not _has_summands(_attribute(state, "_spec")):
             return local
     if kind.full == _SHARDED and isinstance(state, tuple) and len(state) > 1:
         whole = _attribute(_state(state[1]), "size")
@@ -327,6 +328,13 @@ def _with_attributes(arguments: Arguments) -> object:
         if isinstance(local, StoredTensor) and local.shape == whole:
             return local
     return Opaque(kind.full, (), made.state or state)
+
+
+def _has_summands(spec: object) -> bool:
+    """Whether a DTensor's local tensor is one rank's summand: it is `Partial` along an axis."""
+    placements = _attribute(_state(spec), "placements")
+    found = placements if isinstance(placements, tuple) else ()
+    return any(isinstance(each, Opaque) and each.type.endswith("Partial") for each in found)
 
 
 def _unknown(arguments: Arguments) -> object:

@@ -358,6 +358,33 @@ def test_a_tensor_is_no_place_for_a_value(tmp_path: Path, save: Any) -> None:
     assert torch.equal(state["w"], torch.ones(2))
 
 
+@alone
+def test_a_link_to_a_checkpoint_is_refused_where_torch_writes_through_it(tmp_path: Path) -> None:
+    for library in (torch_dcp, dcp):
+        real, link = tmp_path / library.__name__, tmp_path / f"link to {library.__name__}"
+        library.save({"w": torch.zeros(2)}, checkpoint_id=real)
+        link.symlink_to(real)
+        try:
+            library.save({"w": torch.ones(2)}, checkpoint_id=link)
+        except ckpt.ExistsError as error:
+            assert str(real) in str(error)
+        found = {"w": torch.full((2,), 5.0)}
+        library.load(found, checkpoint_id=real)
+        assert found["w"].tolist() == [1.0 - (library is dcp)] * 2
+
+
+def test_a_missing_name_is_told_with_the_arguments_of_torch_that_help(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
+    state = {"w": torch.zeros(2), "b": torch.zeros(3)}
+    with pytest.raises(ckpt.MismatchError, match=r"allow_partial_load=True\)"):
+        dcp.load(state, checkpoint_id=tmp_path)
+    partly = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(state, checkpoint_id=tmp_path, planner=partly)
+    assert state["w"].tolist() == [1, 1]
+    with pytest.raises(ckpt.MismatchError, match=r"Call ckpt\.load, which takes strict=False"):
+        dcp.load({"w": torch.zeros(3)}, checkpoint_id=tmp_path)
+
+
 def every_cut_of_a_sharded_tensor(folder: str) -> None:
     """Each is saved and loaded by ckpt, by torch, and into another cut than that of the save."""
     both = ["rank:0/cpu", "rank:1/cpu"]

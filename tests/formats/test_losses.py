@@ -15,8 +15,11 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import ckpt
 from ckpt.arguments import FormatName
@@ -24,7 +27,8 @@ from formats.errors import UnsupportedError
 
 Weights = dict[str, torch.Tensor]
 TARGETS = tuple(name for name in get_args(FormatName) if name != "gguf")
-"""gguf holds few dtypes, and refuses the others by name: tests/formats/test_gguf.py."""
+"""gguf holds few dtypes, and refuses the others by name: tests/formats/test_gguf.py.
+tests/peers/test_gguf.py has the same table for it, beside its own library."""
 
 
 def net(seed: int = 0) -> nn.Module:
@@ -219,6 +223,29 @@ def test_what_a_caller_leaves_out_by_name_is_no_loss(tmp_path: Path) -> None:
         ckpt.convert(tmp_path / "a.pt", tmp_path / "b.safetensors")
     report = ckpt.convert(tmp_path / "a.pt", tmp_path / "b.safetensors", exclude="w")
     assert (report.lost, report.tensors) == ((), 1)
+
+
+def save_divided(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    placements = {"partial": Partial(), "replicate": Replicate(), "shard": Shard(0)}
+    for name, placement in placements.items():
+        local = torch.ones(2 if name == "shard" else 4, 3)
+        value = DTensor.from_local(local, mesh, [placement], run_check=False)
+        if dist.get_rank() == 0:
+            torch.save({"w": nn.Parameter(value)}, f"{folder}/{name}.pt")
+
+
+def test_a_dtensor_of_one_rank_is_a_tensor_only_if_the_rank_has_all_of_its_values(
+    clusters: Callable[[int], Any], tmp_path: Path
+) -> None:
+    clusters(2).run(save_divided, str(tmp_path))
+    for name in ("partial", "shard"):  # a summand, and some rows
+        source = tmp_path / f"{name}.pt"
+        with pytest.raises(UnsupportedError, match=r"weights would be lost: w\._spec"):
+            ckpt.convert(source, tmp_path / "lost.safetensors")
+        with pytest.raises(ckpt.MismatchError):
+            ckpt.load(source, {"w": torch.zeros(4, 3)})
+    assert torch.equal(ckpt.read(tmp_path / "replicate.pt")["w"], torch.ones(4, 3))
 
 
 def test_an_object_that_repeats_tensors_of_the_state_hides_none(tmp_path: Path) -> None:

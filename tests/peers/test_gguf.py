@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import ckpt
+from formats.errors import UnsupportedError
 from formats.gguf import BLOCK_TYPES, TENSOR_TYPES, VALUE_TYPES
+from tests.formats.test_losses import SOURCES
 
 gguf = pytest.importorskip("gguf", reason="make test-peers installs it")
 constants = pytest.importorskip("gguf.constants", reason="make test-peers installs it")
@@ -40,6 +42,27 @@ def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
         data = expected.reshape(-1).view(torch.uint8).numpy()
         assert np.array_equal(np.ascontiguousarray(tensor.data).reshape(-1).view(np.uint8), data)
     assert {tensor.name for tensor in reader.tensors} == set("abcde")
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_each_weight_is_in_the_file_for_the_library_or_named_as_lost(
+    source: str, tmp_path: Path
+) -> None:
+    expected = SOURCES[source](tmp_path / "a.pt")
+    try:
+        report = ckpt.convert(tmp_path / "a.pt", tmp_path / "a.gguf", allow_loss=True)
+    except UnsupportedError as error:  # of dtypes that the format lacks, by name
+        assert any(name in str(error) for name in expected)
+        return
+    lost = {line.partition(" ")[0] for line in report.lost}
+    found = {each.name: each for each in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
+    for name, tensor in expected.items():
+        short = name.removeprefix("state_dict.")
+        assert (short in found) != (name in lost), (name, lost, list(found))
+        if short in found:
+            assert tuple(found[short].shape[::-1]) == tuple(tensor.shape)
+            data = np.ascontiguousarray(found[short].data).reshape(-1).view(np.uint8)
+            assert data.tobytes() == tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def test_the_tables_are_those_of_the_library() -> None:
