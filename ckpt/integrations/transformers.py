@@ -13,7 +13,10 @@ Rules:
    each rank. A checkpoint of a PEFT model holds the trained parameters, and the tensors that are
    not parameters of the base model. `save_only_model` leaves everything out but the model.
 2. A checkpoint is removed only after a newer one was committed.
-3. `resume_from_checkpoint=True` takes the newest committed checkpoint. Trainer itself loads a
+3. Methods by which Trainer writes the parts of its own checkpoints are not called: see `REPLACED`.
+   A warning names those that a subclass overrides. More files belong in the `on_save` of a callback,
+   which Trainer calls after each save.
+4. `resume_from_checkpoint=True` takes the newest committed checkpoint. Trainer itself loads a
    folder that Trainer itself wrote.
 """
 
@@ -44,6 +47,16 @@ else:
     _Trainer = object
 
 __all__ = ["CkptTrainer", "CkptTrainerMixin"]
+
+
+REPLACED = (
+    "save_model",
+    "_save",
+    "_save_optimizer_and_scheduler",
+    "_save_scaler",
+    "_save_rng_state",
+)
+"""Methods of Trainer that a save by ckpt does not call: its state has these parts."""
 
 
 class CkptTrainerMixin(_Trainer):
@@ -78,6 +91,7 @@ class CkptTrainerMixin(_Trainer):
             )
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
+        self._warn_of_overrides()
         run = self._get_output_dir(trial=trial)
         place = self._place(run, self.state.global_step)
         self._settle()
@@ -163,6 +177,23 @@ class CkptTrainerMixin(_Trainer):
         for owner in owners:
             if hasattr(owner, "save_pretrained"):
                 owner.save_pretrained(place)
+
+    def _warn_of_overrides(self) -> None:
+        """Warns of a user's methods that are not called (rule 3)."""
+        overrides = [
+            f"{owner.__name__}.{name}"
+            for name in REPLACED
+            if (owner := next(cls for cls in type(self).__mro__ if name in vars(cls)))
+            is not Trainer
+        ]
+        if overrides:
+            warn(
+                f"a save by ckpt does not call {', '.join(overrides)}: the checkpoint has the state "
+                "of the model and of the training as they are. If the method writes more files, "
+                "write them in on_save() of a TrainerCallback",
+                UserWarning,
+                stacklevel=4,
+            )
 
     def _note(self, name: str, state: Any) -> None:
         """Stores the state of a callback at the place that Trainer reads."""

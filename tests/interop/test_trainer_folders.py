@@ -118,3 +118,59 @@ def test_the_logits_of_trainer_s_own_folder_are_those_of_transformers() -> None:
     ckpt.load(TRAINER, model)
     expected = json.loads((DATA / "trainer" / "logits.json").read_text())
     torch.testing.assert_close(torch.tensor(trainer.logits(model)), torch.tensor(expected))
+
+
+OWN_SAVE = """
+import sys, warnings
+import torch
+from transformers import Trainer, TrainingArguments
+from ckpt.integrations.transformers import CkptTrainerMixin
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def forward(self, x):
+        return {"loss": self.layer(x).sum()}
+
+
+class Own(Trainer):
+    def _save(self, *args, **more):
+        raise AssertionError("is not called")
+
+
+class Mine(CkptTrainerMixin, Own):
+    pass
+
+
+class Plain(CkptTrainerMixin, Trainer):
+    pass
+
+
+for kind in (Mine, Plain):
+    folder = f"{sys.argv[1]}/{kind.__name__}"
+    arguments = TrainingArguments(
+        folder, max_steps=2, save_steps=1, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    data = [{"x": torch.ones(2)}] * 4
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kind(model=Net(), args=arguments, train_dataset=data).train()
+    print(kind.__name__, sum("does not call Own._save:" in str(w.message) for w in caught))
+"""
+
+
+def test_a_save_of_a_trainer_says_which_methods_of_a_user_it_does_not_call(
+    programs: Callable[..., Any], tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    out, err = programs(OWN_SAVE, str(tmp_path)).communicate(timeout=200)
+    assert "Mine 2" in out, err
+    assert "Plain 0" in out
+    assert list(ckpt.read(tmp_path / "Mine" / "checkpoint-2")["model"]) == [
+        "layer.weight",
+        "layer.bias",
+    ]
