@@ -14,8 +14,8 @@ Rules:
    not parameters of the base model. `save_only_model` leaves everything out but the model.
 2. A checkpoint is removed only after a newer one was committed.
 3. Methods by which Trainer writes the parts of its own checkpoints are not called: see `REPLACED`.
-   A warning names those that a subclass overrides. More files belong in the `on_save` of a callback,
-   which Trainer calls after each save.
+   A warning names those that a subclass overrides. More files belong in the `on_save` of a
+   callback, which Trainer calls after each save.
 4. `resume_from_checkpoint=True` takes the newest committed checkpoint. Trainer itself loads a
    folder that Trainer itself wrote.
 """
@@ -188,8 +188,8 @@ class CkptTrainerMixin(_Trainer):
         ]
         if overrides:
             warn(
-                f"a save by ckpt does not call {', '.join(overrides)}: the checkpoint has the state "
-                "of the model and of the training as they are. If the method writes more files, "
+                f"a save by ckpt does not call {', '.join(overrides)}: the checkpoint has the "
+                "state of the model and of the training as it is. If the method writes more files, "
                 "write them in on_save() of a TrainerCallback",
                 UserWarning,
                 stacklevel=4,
