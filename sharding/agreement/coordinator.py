@@ -162,8 +162,10 @@ class Coordinator(ConnectedChannel):
             with self._one_more_file():  # a store may need a file
                 self._rendezvous.leave_failure(self._number, failure)
             # A rank that is there has connected by now: the second look reads its greeting.
-            while self._has_news_of_strangers():
-                pass
+            # Strangers may go on to come and go.
+            for _ in range(MOST_STRANGERS):
+                if not self._has_news_of_strangers():
+                    break
         word = Message(Kind.LEFT, self._number, failure=failure)
         self._send(word, ANSWER_SECONDS)
         if self._is_full:

@@ -124,10 +124,15 @@ class Rendezvous:
                 return _greeted(found, place.secret, rank)
             patience = seconds if place.at < _began() else REFUSED_SECONDS
             if monotonic() > min(until, refused.setdefault(place.secret, monotonic()) + patience):
+                is_elsewhere = place.hosts == [LOOPBACK] and place.machine != _machine()
+                local = (
+                    "it listens at the loopback of its host alone, as its CKPT_HOST, or its equal "
+                    "LOCAL_WORLD_SIZE and WORLD_SIZE, say that all ranks are there; "
+                )
                 raise ConnectionError(
-                    f"it cannot be reached ({why}): it has ended, or its address is to be given "
-                    "to it in CKPT_HOST; or else this is the address of an earlier job that met at "
-                    "the same store"
+                    f"it cannot be reached ({why}): {local if is_elsewhere else ''}it has ended, "
+                    "or its address is to be given to it in CKPT_HOST; or else this is the address "
+                    "of an earlier job that met at the same store"
                 )
             time.sleep(PAUSE_SECONDS)
 

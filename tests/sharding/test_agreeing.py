@@ -593,6 +593,9 @@ def test_a_place_of_before_this_process_is_no_reason_to_give_up() -> None:
             assert rendezvous.secret == "new"
             with pytest.raises(ConnectionError, match="cannot be reached"):
                 Rendezvous(Kept([replace(old, at=time.time())]), "here").connect(1, 60, WAITING)
+            local = replace(old, at=time.time(), machine="another", hosts=[LOOPBACK])
+            with pytest.raises(ConnectionError, match="equal LOCAL_WORLD_SIZE and WORLD_SIZE"):
+                Rendezvous(Kept([local]), "here").connect(1, 60, WAITING)
 
 
 def test_when_this_process_began_is_known() -> None:
