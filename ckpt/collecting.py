@@ -236,7 +236,7 @@ def _left_overs(store: Store, place: str, places: Sequence[str], age: float) -> 
         if "/" not in begun.name and is_ours:
             name, kind = (begun.upload_id, PART) if is_file else (begun.name, UPLOAD)
             old = moment - begun.started
-            yield LeftOver(place, name, kind, begun.nbytes, old, old >= age)
+            yield LeftOver(place, name, kind, store.unfinished_bytes(begun), old, old >= age)
     shards = [name for name in sizes if _SHARD.fullmatch(name)]
     named = _named(store) if shards else set()
     over = [name for name in shards if named is not None and name not in named]

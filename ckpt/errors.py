@@ -28,6 +28,7 @@ __all__ = [
     "ExistsError",
     "FallbackWarning",
     "InUseError",
+    "LeftOverWarning",
     "MismatchError",
     "MismatchedLoadError",
     "NotACheckpointError",
@@ -391,6 +392,10 @@ def skipped_warning(where: str, skipped: Sequence[Difference]) -> SkippedWarning
     """Returns the warning about differences that `strict=False` leaves out."""
     told = f"strict=False skips {len(skipped)}: {_listed(skipped)}"
     return SkippedWarning(f"{without_secrets(where)}: {told}", skipped)
+
+
+class LeftOverWarning(Picklable, UserWarning):
+    """A save has replaced a checkpoint, some of whose files could not be removed."""
 
 
 class WireWarning(Picklable, UserWarning):

@@ -171,6 +171,11 @@ class AzureDriver(Session):
 
         return self._run(pending())
 
+    def multipart_bytes(self, path: str, upload_id: str) -> int:
+        """Returns the bytes of the blocks that no blob has."""
+        _, blocks = self._run(self._blob(path).get_block_list("uncommitted", **_ONCE))
+        return sum(int(block.size) for block in blocks)
+
     def delete(self, path: str, tag: str = "") -> None:
         """Deletes a blob; with `tag`, if this is its ETag."""
         deleting = self._blob(path).delete_blob(

@@ -121,6 +121,10 @@ class Driver(Protocol):
         """Lists the uploads in a folder that are neither complete nor aborted."""
         ...
 
+    def multipart_bytes(self, path: str, upload_id: str) -> int:
+        """Returns the bytes of the parts of an upload; 0 if the server does not tell."""
+        ...
+
     def delete(self, path: str, tag: str = "") -> None:
         """Deletes a file; with a `tag` on the condition of `put`."""
         ...

@@ -104,6 +104,10 @@ class FsspecDriver(Session):
         """Returns no uploads: fsspec has no interface for them."""
         return []
 
+    def multipart_bytes(self, path: str, upload_id: str) -> int:
+        """Returns 0: `list_multipart` returns no uploads."""
+        return 0
+
     @contextmanager
     def stream(self, path: str) -> Iterator[FileWriter]:
         """Returns a writer that streams a file."""

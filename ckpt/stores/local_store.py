@@ -138,6 +138,10 @@ class LocalStore:
                     found.append(Unfinished(matched[1], _arrived(status), part, status.st_size))
         return found
 
+    def unfinished_bytes(self, unfinished: Unfinished) -> int:
+        """Returns the bytes of an unfinished file."""
+        return unfinished.nbytes
+
     def abort(self, unfinished: Unfinished) -> None:
         """Removes an unfinished file, if it exists. A process that still writes to it fails."""
         self.delete(unfinished.upload_id)

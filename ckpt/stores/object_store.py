@@ -35,6 +35,7 @@ from ckpt.stores.request_errors import UnsupportedRequestError, UploadGoneError,
 from ckpt.stores.retries import ErrorClass, OverNetwork, RetryPolicy, retry_policy
 from ckpt.stores.streams import streamed
 from ckpt.stores.uploads import PartSizes, Upload, UploadRequests
+from formats.detect import is_shard
 from formats.errors import CorruptError, GoneError, SizeError, TooLargeError
 from formats.storage import (
     BESIDE,
@@ -224,13 +225,29 @@ class ObjectStore(OverNetwork):
         if replace:
             self._replace(name, view, check)
         else:
-            self._put_new(name, view, check)
+            try:
+                self._put_new(name, view, check)
+            except ExistsError:
+                # A server on the way may have sent the request twice: then the bytes are equal.
+                if not self._try("reading", name, lambda: self._has(name, view)):
+                    raise
 
     def unfinished(self) -> list[Unfinished]:
         """Returns incomplete uploads in parts. A process may still be writing one."""
         return self._try(
             "listing uploads below", "", lambda: self._driver.list_multipart(self._root)
         )
+
+    def unfinished_bytes(self, unfinished: Unfinished) -> int:
+        """Returns the bytes that an incomplete upload takes; 0 if the server does not tell."""
+        path = self._path(unfinished.name)
+        with suppress(OSError):  # without the permission to list parts, too
+            return self._try(
+                "listing parts of",
+                unfinished.name,
+                lambda: self._driver.multipart_bytes(path, unfinished.upload_id),
+            )
+        return 0
 
     def abort(self, unfinished: Unfinished) -> None:
         """Aborts an incomplete upload, if it exists."""
@@ -320,6 +337,22 @@ class ObjectStore(OverNetwork):
             else:
                 self._put_new(name, data)
 
+        def create() -> str:
+            tries = 0
+
+            def begin() -> str:
+                nonlocal tries
+                tries += 1
+                return driver.create_multipart(path)
+
+            upload_id = send("beginning to upload", begin)
+            if tries > 1 and is_shard(name):  # no other program writes a file of this name
+                with suppress(OSError):  # otherwise `ckpt gc` finds the one whose answer was lost
+                    for other in self.unfinished():
+                        if other.name == name and other.upload_id != upload_id:
+                            self.abort(other)
+            return upload_id
+
         def complete(upload_id: str, tags: Sequence[Any], total: int) -> None:
             if not replace_file:
                 self._check_absent(name)
@@ -327,9 +360,7 @@ class ObjectStore(OverNetwork):
 
         requests = UploadRequests(
             put=send_whole,
-            create_multipart=lambda: send(
-                "beginning to upload", lambda: driver.create_multipart(path)
-            ),
+            create_multipart=create,
             upload_part=lambda upload_id, number, data: send(
                 f"uploading part {number} of",
                 lambda: driver.upload_part(path, upload_id, number, data),

@@ -35,6 +35,10 @@ class ReadOnlyStore(OverNetwork):
         """Returns nothing: the server shows only complete files."""
         return []
 
+    def unfinished_bytes(self, unfinished: Unfinished) -> int:
+        """Returns 0: there are none."""
+        return 0
+
     def abort(self, unfinished: Unfinished) -> None:
         """Raises StoreError."""
         self._refuse(unfinished.name)

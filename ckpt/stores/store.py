@@ -101,6 +101,10 @@ class Store(Reader, Protocol):
         """Returns the files whose write has begun and not finished. A process may still write."""
         ...
 
+    def unfinished_bytes(self, unfinished: Unfinished) -> int:
+        """Returns the bytes that an unfinished file takes; 0 if the store does not tell."""
+        ...
+
     def abort(self, unfinished: Unfinished) -> None:
         """Removes an unfinished file, if it exists. A process that still writes to it fails."""
         ...

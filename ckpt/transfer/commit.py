@@ -22,13 +22,20 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from warnings import warn
 
-from ckpt.errors import ExistsError, NotDurableWarning, ReplacedError, StoreError
+from ckpt.errors import (
+    ExistsError,
+    LeftOverWarning,
+    NotDurableWarning,
+    ReplacedError,
+    StoreError,
+)
 from ckpt.stores.request_errors import UnflushedError
 from ckpt.stores.store import Store, link_at, local_path
 from ckpt.transfer.bases import base_files_beside, check_unused, is_as_it_was, manifest_now
 from formats.detect import sign_of_another_format
 from formats.errors import FormatError, GoneError
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, dump, load, read_manifest
+from sharding.errors import listed
 
 GRACE_SECONDS = 24 * 3600.0
 """A save or conversion may take at most so long from its start to its commit."""
@@ -119,13 +126,36 @@ def commit(
             "committed: save again"
         )
     if old is not None and is_durable:
-        # The new checkpoint exists, so an error here leaves only left-overs. Another save may have
-        # borrowed from the old checkpoint meanwhile.
-        with suppress(OSError, FormatError):
+        _remove_replaced(store, old)
+
+
+def _remove_replaced(store: Store, old: bytes) -> None:
+    """Deletes the files of a replaced checkpoint, or warns that they stay.
+
+    The new checkpoint exists, so that an error is none of the save. Another save may have borrowed
+    from the old checkpoint meanwhile.
+    """
+    staying: dict[str, Exception] = {}
+    with suppress(FormatError):
+        try:
             found, folder = base_files_beside(store.url, store.options)
+        except OSError as error:
+            staying["all of them"] = error
+        else:
             for file in load(old).files:
                 if not found.cover(folder, file.name):
-                    store.delete(file.name)
+                    try:
+                        store.delete(file.name)
+                    except OSError as error:
+                        staying[file.name] = error
+    for first in [*staying.values()][:1]:
+        warn(
+            LeftOverWarning(
+                f"{store.url}: the checkpoint is complete, but files of the one that it replaces "
+                f"stay ({listed([*staying], 3)}), for `ckpt gc`: {first}"
+            ),
+            stacklevel=2,
+        )
 
 
 def check_no_other(url: str, names: Iterable[str]) -> None:

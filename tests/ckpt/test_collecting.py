@@ -220,10 +220,13 @@ def test_an_upload_to_a_folder_that_does_not_exist_yet_is_found(moto: Server) ->
     client = s3_client(moto)
     others = ("uploads/step-1/thesis.tex", f"uploads/notes/of/{SHARD_NAME}")
     for begun in (key, *others):
-        client.create_multipart_upload(Bucket=moto.bucket, Key=begun)
+        upload = client.create_multipart_upload(Bucket=moto.bucket, Key=begun)["UploadId"]
+        part = {"UploadId": upload, "PartNumber": 1, "Body": bytes(1000)}
+        client.upload_part(Bucket=moto.bucket, Key=begun, **part)
     for place in (url, f"{url}/step-1"):
         (found,) = ckpt.gc(place, older_than=0, storage_options=options)
         assert (found.folder, found.name, found.kind) == (f"{url}/step-1", SHARD_NAME, UPLOAD)
+        assert found.nbytes == 1000
     assert ckpt.gc(url, delete=True, older_than=0, storage_options=options)[0].was_removed
     left = client.list_multipart_uploads(Bucket=moto.bucket, Prefix="uploads/")["Uploads"]
     assert sorted(one["Key"] for one in left) == sorted(others)

@@ -17,7 +17,7 @@ from botocore.exceptions import ClientError, NoCredentialsError
 from fsspec.implementations.memory import MemoryFileSystem
 
 import ckpt
-from ckpt.errors import AccessDeniedError, ExistsError, StoreError
+from ckpt.errors import AccessDeniedError, ExistsError, LeftOverWarning, StoreError
 from ckpt.stores import drivers, object_store, served_store
 from ckpt.stores.driver import PartLimits
 from ckpt.stores.retries import ErrorClass, RetryPolicy
@@ -220,6 +220,33 @@ def test_an_upload_that_a_rule_of_the_bucket_has_aborted_is_a_named_error(
             put(store, "large")
         assert not isinstance(caught.value, FileNotFoundError)
         assert store.sizes() == {}
+
+
+def test_a_commit_that_a_proxy_sends_twice_is_ones_own(store: Store, proxy: FaultProxy) -> None:
+    store.commit("first", b"x", replace=False)  # finds out that the server honours conditions
+    proxy.schedule = once(Fault.TWICE, asks("PUT", "manifest"))
+    store.commit("manifest", b"mine", replace=False)
+    with pytest.raises(ExistsError):
+        store.commit("manifest", b"of another", replace=False)
+    assert content_of(store, "manifest") == b"mine"
+
+
+def test_an_upload_whose_begin_was_not_answered_is_aborted(store: Store, proxy: FaultProxy) -> None:
+    proxy.schedule = once(Fault.DROP_ANSWER, asks("POST", "uploads"))
+    put(store, "0123456789abcdef-00000.safetensors")
+    assert proxy.faults() == {Fault.DROP_ANSWER}
+    assert store.unfinished() == []
+
+
+def test_files_of_a_replaced_checkpoint_that_may_not_be_deleted_are_told(
+    proxy: FaultProxy, tmp_path: Path
+) -> None:
+    url, options = proxy.server.url(f"{tmp_path.name}/step-1"), proxy.server.options
+    ckpt.save(url, {"w": torch.zeros(3)}, storage_options=options)
+    proxy.schedule = lambda request: Fault.DENIED if request.method == "DELETE" else None
+    with pytest.warns(LeftOverWarning, match="is complete, .* stay .*for `ckpt gc`"):
+        ckpt.save(url, {"w": torch.ones(3)}, overwrite=True, storage_options=options)
+    assert torch.equal(ckpt.read(url, storage_options=options)["w"], torch.ones(3))
 
 
 def test_the_pause_that_a_server_asks_for_is_kept_within_the_deadline() -> None:

@@ -210,6 +210,9 @@ class FaultyStore:
     def unfinished(self) -> list[Unfinished]:
         return list(self._faults.do("unfinished", "", self._inner.unfinished))
 
+    def unfinished_bytes(self, unfinished: Unfinished) -> int:
+        return self._inner.unfinished_bytes(unfinished)
+
     def abort(self, unfinished: Unfinished) -> None:
         self._faults.do("abort", unfinished.name, lambda: self._inner.abort(unfinished))
 

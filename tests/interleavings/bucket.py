@@ -163,6 +163,9 @@ class Bucket:
     def complete_multipart(self, path: str, upload_id: str, parts: Sequence[Any]) -> None:
         raise NotImplementedError
 
+    def multipart_bytes(self, path: str, upload_id: str) -> int:
+        return 0
+
     def delete_folder(self, folder: str) -> None:
         """A folder is no object."""
 

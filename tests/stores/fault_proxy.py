@@ -229,6 +229,15 @@ class Exchange:
         if fault is Fault.DELAY:
             self._proxy._over.wait(self._proxy.delay_seconds)
         head.put("Connection", "close")
+        if fault is Fault.TWICE:
+            parts = [head.encoded()]
+            self._take(head, lambda piece: parts.append(bytes(piece)))
+            self._proxy._late.append(b"".join(parts))
+            self._proxy.deliver()
+            with self._proxy._connected() as server, server.makefile("rb", PIECE_BYTES) as answers:
+                server.sendall(b"".join(parts))
+                self._pass_back(answers)
+            return
         with ExitStack() as stack:
             server = stack.enter_context(self._proxy._connected())
             send = self._spoiled(server.sendall, head.length)

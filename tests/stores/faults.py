@@ -23,6 +23,7 @@ class Fault(Enum):
     FLIP_REQUEST = "one bit of what is uploaded is another"
     DELAY = "the answer comes late, after `delay_seconds`"
     HANG = "no answer ever comes"
+    TWICE = "the server gets the request twice, and the client hears of the second"
     LATE = "the connection ends without an answer, and the server gets the request much later"
     DENIED = "403"
     BROKEN = "500"

@@ -27,6 +27,8 @@ DEADLINE_SECONDS = 4
 ANSWER_SECONDS = 2
 """After which a request that is not answered has failed, here."""
 QUICK = (Fault.DROP_ANSWER, Fault.CUT_ANSWER, Fault.FLIP_ANSWER, Fault.SLOW_DOWN)
+SPECIAL = (Fault.HANG, Fault.LATE, Fault.TWICE)
+"""Those with tests of their own."""
 HARMLESS = (*TRANSIENT, Fault.SHORT_ANSWER)
 """What is mended by another try."""
 
@@ -82,7 +84,7 @@ def assert_right_or_absent(place: Place, url: str, seed: int) -> bool:
     [
         pytest.param(fault, marks=() if fault in QUICK else pytest.mark.slow)
         for fault in Fault
-        if fault not in (Fault.HANG, Fault.LATE)
+        if fault not in SPECIAL
     ],
 )
 def test_a_save_and_a_load_are_right_or_an_error_that_says_where(
@@ -132,7 +134,7 @@ def test_many_faults_of_all_kinds_lose_nothing(
     clusters: Callable, place: Place, proxy: FaultProxy, seed: int
 ) -> None:
     chance = random.Random(seed)
-    kinds = [fault for fault in Fault if fault not in (Fault.HANG, Fault.LATE, Fault.FLIP_REQUEST)]
+    kinds = [fault for fault in Fault if fault not in (*SPECIAL, Fault.FLIP_REQUEST)]
     earlier, later = f"{place.url}/step-1", f"{place.url}/step-2"
     clusters(2).run(states.save, earlier, place.options, 1, {})
     proxy.schedule = seeded(seed, chance.choice([0.05, 0.2, 0.5]), kinds)
