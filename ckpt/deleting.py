@@ -124,8 +124,9 @@ def _remove_all(store: Store, files: Collection[str]) -> None:
             store.delete(name)
         except OSError as error:
             staying[name] = error
-    if store.names():
-        remove_old(store)
+    with suppress(OSError):  # the checkpoint is deleted
+        if store.names():
+            remove_old(store)
     store.remove_if_empty()
     for first in staying.values():
         raise StoreError(

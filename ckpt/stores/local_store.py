@@ -291,15 +291,27 @@ class LocalStore:
 
     def delete(self, name: str) -> bool:
         """Removes a file; returns whether it existed. One of several processes removes it."""
-        where, is_removed = self._shown(name), False
-        with suppress(FileNotFoundError), explained_on_disk("removing", where, or_missing=True):
-            if self._held is None:
-                (self._folder / name).unlink()
-            else:
-                os.unlink(name, dir_fd=self._held)
-            is_removed = True
-        self._files.forget(name)
-        return is_removed
+        path = self._folder / name if self._held is None else name
+        try:
+            os.unlink(path, dir_fd=self._held)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if self._is_there(path):  # else a network file system has done it without an answer
+                raise disk_error("removing", self._shown(name), error) from error
+        finally:
+            self._files.forget(name)
+        return True
+
+    def _is_there(self, path: str | Path) -> bool:
+        """Whether there is a file or link, or nobody can tell."""
+        try:
+            os.lstat(path, dir_fd=self._held)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            pass
+        return True
 
     def remove_if_empty(self) -> None:
         """Removes the folder durably if it is empty."""
