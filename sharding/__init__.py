@@ -21,8 +21,12 @@ if TYPE_CHECKING:
     from sharding.describe.local_part import LocalPart
     from sharding.engine.flat_param_group import FlatParameter
     from sharding.fsdp1.wrapper import FullyShardedDataParallel
-    from sharding.fsdp2.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
-    from sharding.fsdp2.fully_shard import fully_shard
+    from sharding.fsdp2.fully_shard import (
+        FSDPModule,
+        UnshardHandle,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
     from sharding.policies import (
         BackwardPrefetch,
         CPUOffload,

@@ -17,14 +17,17 @@ from sharding.errors import ArgumentError
 from sharding.fsdp1.entry_point import (
     ENTRY_POINT,
     EntryPoint,
+    FlatSettings,
+    Groups,
     check_not_sharded,
+    chosen_groups,
     entry_point_of,
+    hybrid_groups_of,
     ignored_of,
+    settled_strategy,
     wrap_inside,
 )
-from sharding.fsdp1.setup import FlatSettings
 from sharding.fsdp1.state_dicts import hook_state_dicts
-from sharding.fsdp1.strategies import Groups, chosen_groups, hybrid_groups_of, settled_strategy
 from sharding.fsdp1.torch_state_dict import connect
 from sharding.policies import CPUOffload, MixedPrecision, ShardingStrategy
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from sharding.engine.composition import HybridGroups
 from sharding.engine.order_check import Row, check_same
-from sharding.engine.shard_group import HybridGroups
 from sharding.errors import ArgumentError, ArgumentTypeError
 
 _MADE = "_sharding_made"

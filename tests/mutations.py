@@ -122,7 +122,7 @@ MUTATIONS = (
         "layout: the order of what a rank receives",
         "receives = sorted(copies_to(have, want, rank), key=lambda copy: copy.source_rank)",
         "receives = sorted(copies_to(have, want, rank), key=lambda copy: -copy.source_rank)",
-        "sharding/layout/exchange.py layout/exchange",
+        "sharding/layout/copies.py layout/exchange",
     ),
     Mutation(
         "layout: which replica sends",

@@ -16,7 +16,7 @@ from tools.text import columns, json_text, place, size_of
 
 if TYPE_CHECKING:
     from ckpt.converting.layouts import TargetLayouts
-    from ckpt.plan.rank_reads import RankReads
+    from ckpt.plan.load_plan import RankReads
     from ckpt.sources import Source
 
 SUMMARY = "show what each rank of a job would read from a checkpoint"
@@ -94,8 +94,7 @@ def run(options: Options) -> int:
 def _planned(source: Source, target: TargetLayouts, ranks: Sequence[int]) -> list[RankReads]:
     """Returns the reads of these ranks, by the policy that a load has by default."""
     from ckpt.budget import memory_budget
-    from ckpt.plan.load_plan import LoadPolicy
-    from ckpt.plan.rank_reads import rank_reads
+    from ckpt.plan.load_plan import LoadPolicy, rank_reads
     from ckpt.plan.read_plan import BoxCopies
     from ckpt.transfer.read import ReadPolicy
     from formats.storage import LOCAL_READ_BYTES, REMOTE_READ_BYTES

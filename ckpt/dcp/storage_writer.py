@@ -57,7 +57,7 @@ from formats.native.shard_writer import write_shard
 from formats.outgoing import OutgoingTensor
 from formats.pickles.tree import KeyPath
 from sharding.layout import Box, Layout, Mesh, Shape, Shard
-from sharding.layout.segments import chunk
+from sharding.layout.placement import chunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,24 +16,32 @@ Rules:
    (`ckpt.plan.scatter_plan`).
 4. Exchanges and scatter rounds follow from names, layouts and sizes alone, so ranks that want the
    same plan the same. `LoadPlan.fingerprint` tells whether they did.
+
+The cost of one rank's load plan, counted without reading: bytes, requests and files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
 import xxhash
 
-from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
-from ckpt.plan.scatter_plan import Scatter, ScatterRound, TensorMove
-from ckpt.plan.shard_sizes import positions
+from ckpt.plan.read_plan import (
+    BoxCopies,
+    Limits,
+    ReadRequest,
+    byte_ranges_of,
+    groups_of,
+    requests_for,
+)
+from ckpt.plan.scatter_plan import Scatter, ScatterRound, TensorMove, positions
 from formats.catalog import Catalog, Extent, StoredPiece, TensorRecord
 from formats.dtypes import DType
-from sharding.layout import Box, Layout, Mesh, Only, Piece, Placement, Replicate, Split
-from sharding.layout.exchange import exchange
+from sharding.layout import Box, Layout, Mesh, Only, Piece, Placement, Replicate, Shape, Split
+from sharding.layout.copies import exchange
 
 SMALL_BYTES = 1 << 20
 """A part of a replicated tensor of at most so many bytes is not divided."""
@@ -313,3 +321,59 @@ def divided(layout: Layout, turn: int | None) -> Layout:
             turn, index = divmod(turn, size)
             placements.append(Only(index))
     return Layout(layout.shape, layout.mesh, tuple(placements))
+
+
+@dataclass(frozen=True, slots=True)
+class RankReads:
+    """The reads of one rank in one load."""
+
+    rank: int
+    tensors: int
+    """Tensors of which the rank holds elements."""
+    wanted_bytes: int
+    """Bytes of the checkpoint that the rank's elements take."""
+    read_bytes: int
+    """Bytes that the rank reads from files: rounded out to checksummed chunks, and less for a rank
+    whose replicas send it elements."""
+    requests: int
+    """Reads of ranges. Each is one request to a server."""
+    files: int
+
+
+def rank_reads(
+    catalog: Catalog,
+    layout_of: Callable[[str, Shape], Layout],
+    world: Mesh,
+    rank: int,
+    policy: LoadPolicy,
+    limits: Limits,
+    copies: BoxCopies,
+) -> RankReads:
+    """Returns the reads of a rank whose tensors have the checkpoint's names, shapes and dtypes.
+
+    `layout_of` has the layout of each tensor on the ranks of `world`. The targets are contiguous,
+    so their bytes are read directly into them. Raises as `plan_load` does.
+    """
+    held: list[LoadItem] = []
+    wanted = 0
+    for name, record in catalog.tensors.items():
+        layout = layout_of(name, record.shape)
+        held.append(LoadItem(name, name, len(held), layout, layout.local_shape(rank), True))
+        wanted += sum(map(copies.numel, copies.pieces(layout, rank))) * record.dtype.itemsize
+    plan = plan_load(held, catalog, world, rank, policy, copies)
+    ranges = byte_ranges_of(_requests(plan), True, limits)
+    groups = list(groups_of(ranges, limits))
+    return RankReads(
+        rank,
+        sum(any(map(copies.numel, copies.pieces(item.layout, rank))) for item in held),
+        wanted,
+        sum(max(one.hi for one in group) - group[0].lo for group in groups),
+        len(groups),
+        len({one.file for one in ranges}),
+    )
+
+
+def _requests(plan: LoadPlan) -> Iterator[ReadRequest]:
+    yield from plan.requests
+    for round_ in plan.scatter_rounds:
+        yield from round_.requests

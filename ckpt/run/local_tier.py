@@ -4,7 +4,7 @@ Rules:
 
 1. All ranks save together. A rank's file lies in the folder of its host, and each host writes a
    manifest that names the files of all ranks. Plain tensors are stored on each host. A rank
-   therefore reads files of its own host only (`ckpt.plan.host_plan`).
+   therefore reads files of its own host only (`ckpt.plan.save_plan`).
 2. A local step is valid if every host has it, of the same save, and every rank is on the host of
    that save. A new host's folder is empty, so that no local step is valid.
 3. A step that is saved to the folder of the run is not saved locally too. No local save begins

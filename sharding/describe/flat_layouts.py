@@ -14,8 +14,8 @@ import torch
 from sharding.describe.dtensor import describe
 from sharding.describe.local_part import FlatSlice
 from sharding.describe.rank_grid import Grids, check_divides_evenly
-from sharding.engine.dtensors import as_dtensor
 from sharding.engine.flat_param_group import FlatParamGroup
+from sharding.engine.parameter import as_dtensor
 from sharding.layout import FlatShard, Layout, Mesh
 
 NOWHERE = Mesh.grid((), ())

@@ -18,21 +18,51 @@ programs number their messages from 0. Two different messages have the same tag 
 of 1 in 10**9. Equal tags do harm only if ranks disagree, and only to the few messages that are in
 flight at the same time between the same two ranks. If ranks agree, messages with the same tag
 arrive in the order in which they were sent.
+
+The process groups of a unit: the ranks that share its shards, and those that replicate them.
+
+The report of an exchange that failed: the ranks of both sides, with the exchange of each wait.
+
+A rank whose wait ends with an error leaves a note in the store where the processes have met, and
+looks for the notes of the others. gloo closes the connections of a rank whose time-out is over, so
+that waiting ranks fail at once and leave their notes within milliseconds.
+
+Rules:
+
+1. This module communicates only after an exchange has failed.
+2. A report needs no other rank. The first report of a process group waits `ANSWER_SECONDS` at most,
+   later ones do not wait. A report names the ranks that left no note.
+3. A store that cannot be reached changes the report, not the type of the error.
 """
 
 from __future__ import annotations
 
+import json
 from array import array
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from enum import IntEnum
 from functools import cache
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from itertools import count
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, cast
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+from torch.distributed import ProcessGroup, distributed_c10d
+
+from sharding.errors import ArgumentError, TransferError
+from sharding.group_references import GroupReference, referred
+from sharding.layout import Mesh
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import torch
+    from torch._C._distributed_c10d import Store
 
 FIRST_TAG = 1 << 30
 """The lowest tag of these messages."""
@@ -138,3 +168,227 @@ def _code(dtype: torch.dtype) -> int:
 
 def _numbered(item: Item) -> str:
     return f"{item.name} (number {item.sequence})"
+
+
+_numbers: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+"""The counter of parameter groups of a process group: all members count alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardGroup:
+    """A part of the ranks of a process group, or all, and this process' place among them."""
+
+    reference: GroupReference | None
+    """The reference to the group; None: this process alone."""
+    members: tuple[int, ...]
+    """The ranks of the members in the group."""
+    rank: int
+    """This process' index in `members`."""
+
+    @classmethod
+    def of(cls, group: ProcessGroup) -> ShardGroup:
+        """Returns all ranks of a group."""
+        return cls(ref(group), tuple(range(dist.get_world_size(group))), dist.get_rank(group))
+
+    @classmethod
+    def alone(cls) -> ShardGroup:
+        """Returns this process alone: no tensor is divided."""
+        return cls(None, (0,), 0)
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The group; None: this process alone. Raises DestroyedGroupError."""
+        return None if self.reference is None else referred(self.reference)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks in the default group."""
+        if self.group is None:
+            return [dist.get_rank()]
+        ranks = dist.get_process_group_ranks(self.group)
+        return [ranks[member] for member in self.members]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.members)
+
+    @property
+    def others(self) -> list[int]:
+        """The other indices, from the next one on, so that ranks begin with different ones."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def part(self, size: int) -> ShardGroup:
+        """Returns the run of `size` consecutive ranks that contains this process."""
+        first = self.rank // size * size
+        return ShardGroup(self.reference, self.members[first : first + size], self.rank - first)
+
+
+@dataclass(frozen=True, slots=True)
+class HybridGroups:
+    """The ranks over which a unit is sharded, and those over which it is replicated."""
+
+    shard: ShardGroup
+    replicate: ShardGroup
+    """The ranks that hold the same shard."""
+    grid: Mesh | None = None
+    """All ranks, if a mesh was given: the replicas along its first axis, shards along its last."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks whose gradients are summed."""
+        return self.shard.size * self.replicate.size
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The process group that numbers the unit's parameter groups."""
+        group = self.shard.group or self.replicate.group
+        if group is None:
+            raise ArgumentError("a unit must be shared over at least one process group")
+        return group
+
+    def next_number(self) -> int:
+        """Returns the number of a new parameter group, the same on all ranks of the group."""
+        return next(_numbers.setdefault(self.group, count()))
+
+
+ANSWER_SECONDS = 3.0
+"""The time that a failed rank looks for the notes of others."""
+MOST_ASKED = 8
+"""The most ranks that a report names."""
+_KEY = "sharding/waits/"
+_ADVICE = (
+    "All ranks must run the same units, as often and in the same order; "
+    "TORCH_DISTRIBUTED_DEBUG=DETAIL compares them in every forward. This process group is of no "
+    "use any more: start the job again; shards can still be saved"
+)
+_POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """The note that a rank leaves in the store."""
+
+    group: str
+    """The name of the process group."""
+    text: str
+    digest: str
+    """The hash of the composition."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """The message that did not arrive, or was not received."""
+
+    composition: Composition
+    member: int
+    """The other rank, in the process group."""
+    is_incoming: bool
+    nbytes: int
+    dtype: torch.dtype
+
+
+def report(shard_group: ShardGroup, missed: Missed, error: BaseException) -> TransferError:
+    """Returns the error for a rank whose exchange failed; it names both ranks and both waits.
+
+    Not a collective: the rank that failed calls it. It takes `ANSWER_SECONDS` if another rank is
+    silent.
+    """
+    group = shard_group.group
+    assert group is not None
+    here, other = dist.get_rank(), dist.get_global_rank(group, missed.member)
+    way = "from" if missed.is_incoming else "to"
+    waited = (
+        f"{missed.composition} for {missed.nbytes:,} bytes of {_word(missed.dtype)} {way} rank "
+        f"{other}"
+    )
+    told = _told_by_others(shard_group, missed.composition, waited, other)
+    return TransferError(
+        f"rank {here} waited in {waited}, in vain ({_first_line(error)}). {told} {_ADVICE}"
+    )
+
+
+def report_unlike(shard_group: ShardGroup, composition: Composition) -> TransferError:
+    """Returns the error for a rank that found that other ranks took part in another collective.
+
+    Not a collective: every rank that finds the difference calls it.
+    """
+    told = _told_by_others(shard_group, composition, f"{composition}", None)
+    return TransferError(
+        f"rank {dist.get_rank()} took part in {composition}, and another rank in another "
+        f"collective, now or since the last reduction; its result is not used. {told} {_ADVICE}"
+    )
+
+
+def _told_by_others(
+    shard_group: ShardGroup, composition: Composition, waited: str, other: int | None
+) -> str:
+    """Returns sentences on the waits of other ranks: the missed one, and a few more."""
+    assert shard_group.group is not None
+    note = Note(shard_group.group.group_name, waited, composition.digest.hex())
+    asked = [] if other is None else [other]
+    for index in shard_group.others[:MOST_ASKED]:
+        rank = dist.get_global_rank(shard_group.group, shard_group.members[index])
+        asked += [] if rank == other else [rank]
+    notes = _exchanged(dist.get_rank(), asked, note)
+    return " ".join(_told(rank, notes.get(rank), note) for rank in asked)
+
+
+def _told(rank: int, note: Note | None, mine: Note) -> str:
+    if note is None:
+        return (
+            f"Rank {rank} has left no note of its wait within {ANSWER_SECONDS:g} s: it has ended, "
+            "or is busy elsewhere."
+        )
+    where = "" if note.group == mine.group else f" (in process group {note.group})"
+    unlike = ""
+    if note.text.partition(" for ")[0] == mine.text.partition(" for ")[0]:
+        unlike = (
+            ", as this rank does"
+            if note.digest == mine.digest
+            else ", but of another parameter group: there it has other parameters, or another "
+            "number of units was sharded before"
+        )
+    return f"Rank {rank} waited in {note.text}{where}{unlike}."
+
+
+def _exchanged(here: int, asked: list[int], note: Note) -> dict[int, Note]:
+    """Returns the notes of other ranks, by rank; stores this rank's note first."""
+    found: dict[int, Note] = {}
+    with suppress(RuntimeError, ValueError):  # the store is lost: the report names no others
+        store = _store()
+        if store is None:
+            return found
+        mine, until = _read(store, here), monotonic()
+        if mine is None or mine.group != note.group:  # the note of the first failure stays
+            store.set(f"{_KEY}{here}", json.dumps(asdict(note)))
+            until += ANSWER_SECONDS
+        while True:
+            for rank in asked:
+                read = None if rank in found else _read(store, rank)
+                if read is not None and (read.group == note.group or monotonic() > until):
+                    found[rank] = read
+            if len(found) == len(asked) or monotonic() > until:
+                return found
+            sleep(_POLL_SECONDS)
+    return found
+
+
+def _read(store: Store, rank: int) -> Note | None:
+    key = f"{_KEY}{rank}"
+    return Note(**json.loads(store.get(key))) if store.check([key]) else None
+
+
+def _store() -> Store | None:
+    """Returns the store of the default process group; None without one, as with MPI."""
+    group = distributed_c10d._get_default_group()
+    return cast("Store | None", distributed_c10d._get_process_group_store(group))
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

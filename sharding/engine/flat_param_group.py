@@ -28,15 +28,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sharding.engine.batches import AllGather, ReduceScatters
-from sharding.engine.composition import Purpose
-from sharding.engine.dtensors import as_dtensor, local_of
-from sharding.engine.packing import ChunkPacking, FlatPacking, pack
+from sharding.engine.composition import HybridGroups, Purpose
 from sharding.engine.param_group import ParamGroup
-from sharding.engine.parameter import Parameter, Precision
+from sharding.engine.parameter import Parameter, Precision, as_dtensor, local_of
 from sharding.engine.reduction import Reduction
-from sharding.engine.shard_group import HybridGroups
 from sharding.engine.transport import NoGather, PendingAllGather
-from sharding.engine.unsharded_buffer import UnshardedBuffer
+from sharding.engine.unsharded_buffer import ChunkPacking, FlatPacking, UnshardedBuffer, pack
 from sharding.errors import ArgumentTypeError, MisuseError
 
 FLATTENED = "_sharding_flattened"

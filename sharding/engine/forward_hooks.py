@@ -15,11 +15,9 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable, without its import
 
-from sharding.engine.calls import UnitCall
 from sharding.engine.order_check import OrderCheck, check_shards
-from sharding.engine.outputs import in_dtype, tensors_in
 from sharding.engine.runtime import Runtime, runtime_of
-from sharding.engine.unit import Unit, Whole
+from sharding.engine.unit import Unit, UnitCall, Whole, in_dtype, tensors_in
 from sharding.errors import MisuseError
 
 

@@ -28,8 +28,7 @@ import torch
 from torch import nn
 
 from sharding.engine.batches import PREFETCH_BYTES, AllGather, ReduceScatters
-from sharding.engine.composition import Composition, GroupTags, Item, Purpose, key_of
-from sharding.engine.packing import ChunkPacking, FlatPacking
+from sharding.engine.composition import Composition, GroupTags, HybridGroups, Item, Purpose, key_of
 from sharding.engine.parameter import Parameter, Precision
 from sharding.engine.reduction import (
     BackwardState,
@@ -41,9 +40,8 @@ from sharding.engine.reduction import (
     flat_rows_first,
     take_gradients,
 )
-from sharding.engine.shard_group import HybridGroups
 from sharding.engine.transport import NoGather, PendingAllGather, Transport, transport_between
-from sharding.engine.unsharded_buffer import KeptPart, UnshardedBuffer
+from sharding.engine.unsharded_buffer import ChunkPacking, FlatPacking, KeptPart, UnshardedBuffer
 from sharding.errors import MisuseError, TransferError, listed
 
 

@@ -10,12 +10,10 @@ from weakref import WeakMethod
 import torch
 
 from sharding.comm_hooks import predivide_factor
-from sharding.engine.composition import Composition, Item
-from sharding.engine.dtensors import local_of
-from sharding.engine.packing import Slot
-from sharding.engine.parameter import Parameter
-from sharding.engine.shard_group import ShardGroup
+from sharding.engine.composition import Composition, Item, ShardGroup
+from sharding.engine.parameter import Parameter, local_of
 from sharding.engine.transport import PendingReduceScatter, Transport, transport_between
+from sharding.engine.unsharded_buffer import Slot
 from sharding.errors import ArgumentTypeError
 
 

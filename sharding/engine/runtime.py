@@ -25,11 +25,9 @@ import torch
 from torch.autograd import Variable
 
 from sharding.engine.batches import PREFETCH_BYTES, ReduceScatters
-from sharding.engine.calls import ForwardPass, UnitCall
-from sharding.engine.names import Names
-from sharding.engine.order_check import OrderCheck, check_replicas
+from sharding.engine.order_check import Names, OrderCheck, check_replicas
 from sharding.engine.param_group import ParamGroup
-from sharding.engine.unit import Unit, units_of, unshard_together
+from sharding.engine.unit import ForwardPass, Unit, UnitCall, units_of, unshard_together
 from sharding.policies import BackwardPrefetch
 
 

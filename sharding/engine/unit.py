@@ -23,14 +23,26 @@ Rules:
    far as torch's version counters show it.
 3. The root's next forward gathers again the parameters that stayed unsharded after forward, unless
    a backward that did not reduce kept them: no counter shows the steps of every optimizer.
+
+The calls of units in a forward, in the order of their ends: backward visits them in reverse.
+
+[Note: order of backward]
+Autograd's engine runs the ready node that was made last, and the node made last is always ready.
+The engine thus visits the nodes of a graph in the exact reverse of their creation. When backward
+reaches the output of a call, each later call has begun its backward or never will, and each call
+that began after the end of this one is done. The order is the same on all ranks that ran the same
+forward, although autograd may skip calls without a part in the loss on one rank.
+
+The tensors in the arguments and results of a module: any nest of containers, dataclasses too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum, auto
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -293,3 +305,148 @@ def units_of(modules: tuple[nn.Module, ...]) -> Iterator[Unit]:
             if unit is not None and id(unit) not in seen:
                 seen.add(id(unit))
                 yield unit
+
+
+class UnitCall:
+    """One run of a unit's forward."""
+
+    __slots__ = (
+        "__weakref__",
+        "begun",
+        "comes_back",
+        "end",
+        "given",
+        "imminent",
+        "index",
+        "kept",
+        "recomputed",
+        "run",
+        "served",
+        "start",
+        "unit",
+        "versions",
+        "visible",
+    )
+
+    def __init__(self, unit: Unit, run: ForwardPass, start: int) -> None:
+        self.unit = unit
+        self.run = run
+        self.start = start
+        self.end = start
+        """The times at which its forward began and ended, by the count of the runtime."""
+        self.index = -1
+        """Its place in `run.calls`; -1 for a call that backward recomputes."""
+        self.visible = False
+        """Whether autograd will tell when backward reaches it."""
+        self.comes_back = False
+        """Whether backward is expected to reach its outputs or its recomputation."""
+        self.recomputed = False
+        """Whether a checkpoint runs it in backward, perhaps not to its end."""
+        self.imminent = False
+        """Whether it is a reentrant checkpoint's recomputation, whose backward follows at once."""
+        self.begun = False
+        """Whether backward has reached it."""
+        self.kept = False
+        """Whether its parameters stay unsharded after forward."""
+        self.versions: list[list[int]] = []
+        """The version counters of its shards in forward."""
+        self.served: list[tuple[UnitCall, bool]] = []
+        """Calls of other ranks, gathered with this one, and whether those ranks train them."""
+        self.given: dict[int, tuple[torch.Tensor, int]] = {}
+        """Its input tensors and their versions, by id, while it runs: an output that is an input
+        unchanged is passed on, not made."""
+
+
+class ForwardPass:
+    """One run of the root's forward."""
+
+    __slots__ = ("calls", "cursor", "differentiable", "open", "started")
+
+    def __init__(self, differentiable: bool) -> None:
+        self.differentiable = differentiable
+        """Whether the root ran with gradients enabled."""
+        self.calls: list[UnitCall] = []
+        """The calls that backward may reach, in the order of their ends."""
+        self.started: list[Unit] = []
+        """The units in the order of their begins; the next forward prefetches by this order."""
+        self.cursor = -1
+        """The index of the last call that backward has reached."""
+        self.open: list[UnitCall] = []
+        """Calls that backward has reached and not yet left."""
+
+    def ended(self, call: UnitCall) -> None:
+        """Adds a call that has ended and that backward may reach."""
+        call.index = len(self.calls)
+        self.calls.append(call)
+        self.cursor = len(self.calls)
+
+    def skipped(self, index: int) -> list[UnitCall]:
+        """Returns the visible calls that backward has skipped between the last one and this one."""
+        between = self.calls[index + 1 : self.cursor]
+        return [call for call in reversed(between) if call.visible and not call.begun]
+
+    def before(self, call: UnitCall) -> Iterator[UnitCall]:
+        """Yields the calls that backward reaches next, in order."""
+        for index in range(call.index - 1, -1, -1):
+            if self.calls[index].visible:
+                yield self.calls[index]
+
+    def rewind(self) -> None:
+        """Prepares for another backward, of a retained graph or of another loss."""
+        self.cursor = len(self.calls)
+        self.open.clear()
+        for call in self.calls:
+            call.begun = False
+
+
+T = TypeVar("T")
+
+
+def tensors_in(nest: object) -> Iterator[torch.Tensor]:
+    """Yields every tensor in a nest of dicts, lists, (named) tuples and dataclasses."""
+    if isinstance(nest, torch.Tensor):
+        yield nest
+    elif isinstance(nest, Mapping):
+        for item in nest.values():
+            yield from tensors_in(item)
+    elif isinstance(nest, list | tuple | set):
+        for item in nest:
+            yield from tensors_in(item)
+    elif is_dataclass(nest) and not isinstance(nest, type):
+        for field in fields(nest):
+            yield from tensors_in(getattr(nest, field.name, None))
+
+
+def mapped(nest: T, change: Callable[[torch.Tensor], torch.Tensor]) -> T:
+    """Returns the nest with every tensor changed; unchanged containers stay the same objects."""
+    changed: object = nest
+    if isinstance(nest, torch.Tensor):
+        changed = change(nest)
+    elif isinstance(nest, tuple):
+        items = [mapped(item, change) for item in nest]
+        if _differ(items, nest):
+            changed = type(nest)(*items) if hasattr(nest, "_fields") else type(nest)(items)
+    elif isinstance(nest, list | MutableMapping):
+        keys = range(len(nest)) if isinstance(nest, list) else list(nest)
+        items = [mapped(nest[key], change) for key in keys]
+        if _differ(items, [nest[key] for key in keys]):
+            changed = copy(nest)
+            for key, item in zip(keys, items, strict=True):
+                changed[key] = item
+    elif is_dataclass(nest) and not isinstance(nest, type):
+        names = [field.name for field in fields(nest) if hasattr(nest, field.name)]
+        items = [mapped(getattr(nest, name), change) for name in names]
+        if _differ(items, [getattr(nest, name) for name in names]):
+            changed = copy(nest)
+            for name, item in zip(names, items, strict=True):
+                object.__setattr__(changed, name, item)  # also for frozen dataclasses
+    return cast(T, changed)
+
+
+def _differ(items: Iterable[object], others: Iterable[object]) -> bool:
+    return any(item is not other for item, other in zip(items, others, strict=True))
+
+
+def in_dtype(nest: T, dtype: torch.dtype) -> T:
+    """Returns the nest with its floating-point tensors in another dtype."""
+    return mapped(nest, lambda t: t.to(dtype) if t.is_floating_point() else t)

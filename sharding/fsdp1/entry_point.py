@@ -1,29 +1,62 @@
-"""An instance of FSDP1: its unit and its checks, for both entry points with flat parameters."""
+"""An instance of FSDP1: its unit and its checks, for both entry points with flat parameters.
+
+Makes a unit with flat parameters from a module, for both entry points.
+
+choose the groups    ->  the ranks that share and those that replicate
+materialize          ->  no parameter is on the meta device
+move                 ->  all parameters are on the compute device
+synchronize          ->  all ranks have the first rank's values
+flatten              ->  a parameter group for each dtype, trained and frozen ones apart
+
+The ranks that share and those that replicate, for every strategy and form of groups.
+"""
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from socket import gethostname
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from sharding.device_rules import check_trainable_on, compute_device, device_given
-from sharding.engine.flat_param_group import CommHook, flat_param_groups
+from sharding.describe.dtensor import check_gathers, hybrid_grid
+from sharding.device_rules import (
+    check_one_device,
+    check_trainable_on,
+    compute_device,
+    device_given,
+    warn_of_host_memory,
+)
+from sharding.discovery import FreeParameter, borrowed_param_group, free_parameters
+from sharding.engine.composition import HybridGroups, ShardGroup
+from sharding.engine.flat_param_group import CommHook, FlatForm, FlatParamGroup, flat_param_groups
 from sharding.engine.forward_hooks import ForwardHooks
 from sharding.engine.order_check import OrderCheck, check_shards
-from sharding.engine.outputs import mapped
-from sharding.engine.runtime import runtime_of
-from sharding.engine.shard_group import HybridGroups
-from sharding.engine.unit import UNIT, units_of
+from sharding.engine.param_group import ParamGroup
+from sharding.engine.parameter import Parameter, Precision, local_of
+from sharding.engine.runtime import attach, runtime_of
+from sharding.engine.unit import UNIT, Unit, UnitPolicy, mapped, units_of
 from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError
-from sharding.fsdp1.setup import FlatSettings, make_flat_unit
 from sharding.fsdp1.wrap_plan import auto_wrap, planned
-from sharding.materialize import check_states, own_modules
-from sharding.policies import StateDictSettings
+from sharding.group_references import release_with_groups
+from sharding.materialize import (
+    broadcast_states,
+    check_reachable,
+    check_states,
+    materialize,
+    own_modules,
+)
+from sharding.policies import BackwardPrefetch, MixedPrecision, ShardingStrategy, StateDictSettings
 from sharding.state_dict_settings import default_settings
+from sharding.torch_versions import root_mesh
 
 ENTRY_POINT = "_sharding_entry_point"
 """The attribute of a module that is its entry point."""
@@ -262,3 +295,258 @@ def _inner_modules(module: nn.Module) -> set[nn.Module]:
 
 def _device_without_parameters(settings: FlatSettings) -> torch.device:
     return compute_device([], device_given(settings.device_id, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class FlatSettings:
+    """A user's choices for a unit with flat parameters."""
+
+    strategy: ShardingStrategy
+    groups: HybridGroups
+    use_orig_params: bool
+    offload: bool = False
+    mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
+    device_id: int | str | torch.device | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    sync_module_states: bool = False
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    forward_prefetch: bool = False
+    limit_all_gathers: bool = True
+    ignored_modules: frozenset[nn.Module] = frozenset()
+    ignored_params: frozenset[nn.Parameter] = frozenset()
+
+
+def make_flat_unit(
+    module: nn.Module, owner: nn.Module, settings: FlatSettings, prepare: Callable[[], None]
+) -> Unit:
+    """Returns the unit of a module's own parameters, which are in flat parameters from now on.
+
+    `owner` is the module that has the unit: the wrapper, or the module itself. All ranks of the
+    groups call this.
+    """
+    groups = settings.groups
+    given = device_given(settings.device_id, groups.shard.rank)
+    inner = {part for unit in units_of((module,)) for part in unit.modules}
+    own = list(own_modules(module, settings.ignored_modules, inner))
+    found, parameters = _found(module, settings)
+    buffers = [b for part in own for b in part.buffers(recurse=False)]
+    _check_ranks(parameters, groups)
+    compute = compute_device(parameters, given)
+    if any(tensor.is_meta for tensor in parameters + buffers):
+        real = [p for p in parameters if not p.is_meta]
+        if real and len(real) < len(parameters) and settings.param_init_fn is None:
+            check_one_device(parameters, given)
+        materialize(own, compute, settings.param_init_fn)
+        found, parameters = _found(module, settings)
+        buffers = [b for part in own for b in part.buffers(recurse=False)]
+    check_one_device(parameters, given)
+    if given is not None:
+        _move(parameters, buffers, given)
+    else:
+        warn_of_host_memory(parameters, compute)
+    if settings.sync_module_states:
+        states: list[torch.Tensor] = [*parameters, *buffers]
+        check_reachable(states, groups)
+        check_states(module, states, (), groups, compute)
+        broadcast_states(states, groups)
+    param_groups, borrowed = _param_groups(found, module, settings, compute)
+    unit = Unit((owner,), param_groups, borrowed, _policy(settings), prepare)
+    attach(unit)
+    setattr(owner, UNIT, unit)
+    return unit
+
+
+def _check_ranks(parameters: Iterable[nn.Parameter], groups: HybridGroups) -> None:
+    """Raises ArgumentError if gathers over tensor parallelism would mix parts of parameters."""
+    for mesh in dict.fromkeys(p.device_mesh for p in parameters if isinstance(p, DTensor)):
+        root, inside = root_mesh(mesh), mesh.mesh_dim_names or ()
+        axes = [
+            axis
+            for axis, name in enumerate(root.mesh_dim_names or ())
+            if name in inside or root.get_group(axis) == groups.shard.group
+        ]
+        check_gathers(root, axes, axes[::-1])
+
+
+def _found(
+    module: nn.Module, settings: FlatSettings
+) -> tuple[list[FreeParameter], list[nn.Parameter]]:
+    """Returns a unit's parameters, and those of them that no other unit has divided already."""
+    found = free_parameters((module,), settings.ignored_params, settings.ignored_modules)
+    every = list(found)
+    return every, [each.parameter for each in every if each.borrowed is None]
+
+
+def _param_groups(
+    found: Iterable[FreeParameter], module: nn.Module, settings: FlatSettings, compute: torch.device
+) -> tuple[list[ParamGroup], list[ParamGroup]]:
+    """Returns the unit's parameter groups, and those of other units that it uses."""
+    groups = settings.groups
+    own: dict[tuple[torch.dtype, bool], list[Parameter]] = {}
+    borrowed: dict[int, ParamGroup] = {}
+    for each in found:
+        param_group = borrowed_param_group(each)
+        if param_group is not None:
+            borrowed[id(param_group)] = param_group
+            continue
+        parameter = each.parameter
+        spec = parameter._spec if isinstance(parameter, DTensor) else None
+        local = local_of(parameter, spec)
+        entry = Parameter(each.name, each.owners, parameter, 0, tuple(local.shape))
+        entry.distributed = spec
+        each.taken_as(entry)
+        own.setdefault((parameter.dtype, parameter.requires_grad), []).append(entry)
+    mixed = settings.mixed_precision
+    precision = Precision(mixed.param_dtype, mixed.reduce_dtype, mixed.keep_low_precision_grads)
+    unsafe = os.environ.get("FSDP_USE_UNSAFE_SETATTR") == "1"
+    param_groups: list[ParamGroup] = []
+    for number, entries in enumerate(own.values()):
+        name = "_flat_param" if number == 0 else f"_flat_param_{number}"
+        form = FlatForm(settings.use_orig_params, module, name, unsafe)
+        param_group = FlatParamGroup(entries, groups, precision, groups.next_number(), form)
+        param_group.compute_device = compute
+        if settings.offload and compute.type != "cpu":
+            param_group.flat.data = param_group.flat.data.cpu()
+        param_groups.append(param_group)
+        for entry in entries:
+            entry.param_group = param_group
+    return param_groups, list(borrowed.values())
+
+
+def _policy(settings: FlatSettings) -> UnitPolicy:
+    strategy, mixed = settings.strategy, settings.mixed_precision
+    nested = mixed.param_dtype if mixed.cast_forward_inputs else None
+    keeps = strategy in KEEPS_AFTER_FORWARD
+    return UnitPolicy(
+        cast_inputs=nested,
+        cast_root_inputs=mixed.param_dtype if mixed.cast_root_forward_inputs else nested,
+        reshard_after_forward=False if keeps or strategy is ShardingStrategy.NO_SHARD else None,
+        reshard_after_unreduced_backward=not keeps,
+        forward_prefetch=settings.forward_prefetch,
+        backward_prefetch=settings.backward_prefetch,
+        always_show_sharded=True,
+    )
+
+
+def _move(
+    parameters: list[nn.Parameter], buffers: list[torch.Tensor], device: torch.device
+) -> None:
+    with torch.no_grad():
+        for tensor in [*parameters, *buffers]:
+            if tensor.device != device and not tensor.is_meta:
+                tensor.data = tensor.data.to(device)
+
+
+HYBRID = {ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}
+KEEPS_AFTER_FORWARD = {ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2}
+
+Groups = ProcessGroup | tuple[ProcessGroup, ProcessGroup | None]
+"""One group; or, for hybrid strategies, the ranks to shard over and those to replicate over."""
+
+
+def chosen_groups(
+    strategy: ShardingStrategy, given: Groups | None, mesh: DeviceMesh | None, has_policy: bool
+) -> Groups:
+    """Returns the groups that a user names or implies. All ranks call this; it may make groups.
+
+    Raises ArgumentError if a hybrid strategy has no groups and no policy, since every instance
+    would make its own, or if group and mesh contradict the strategy.
+    """
+    if given is not None and mesh is not None:
+        raise ArgumentError("Cannot pass both process_group and device_mesh at the same time.")
+    hybrid = strategy in HYBRID
+    if mesh is not None:
+        release_with_groups(mesh)
+        if mesh.ndim != 1 + hybrid:
+            raise ArgumentError(
+                f"{strategy} takes a device_mesh of {1 + hybrid} dimensions, not of {mesh.ndim}"
+            )
+        check_gathers(mesh, range(mesh.ndim)[::-1])
+        return (mesh.get_group(1), mesh.get_group(0)) if hybrid else mesh.get_group(0)
+    if given is not None:
+        if hybrid != isinstance(given, tuple):
+            raise ArgumentError(
+                f"Expected process_group to be passed in as a {'tuple' if hybrid else 'group'} for "
+                f"{strategy}, but got {type(given)}"
+            )
+        return given
+    if not hybrid:
+        return _world()
+    if not has_policy:
+        raise ArgumentError(
+            f"Manual wrapping with {strategy} requires explicit specification of process group or "
+            "device_mesh."
+        )
+    return _by_node()
+
+
+def hybrid_groups_of(
+    strategy: ShardingStrategy, groups: Groups, mesh: DeviceMesh | None = None
+) -> HybridGroups:
+    """Returns the groups of ranks that share and that replicate; `mesh` is the one they are of."""
+    if isinstance(groups, tuple):
+        to_shard, to_replicate = groups
+        replicas = ShardGroup.alone() if to_replicate is None else ShardGroup.of(to_replicate)
+        grid = None if mesh is None else hybrid_grid(mesh)
+        return HybridGroups(ShardGroup.of(to_shard), replicas, grid)
+    if strategy is ShardingStrategy.NO_SHARD:
+        return HybridGroups(ShardGroup.alone(), ShardGroup.of(groups))
+    return HybridGroups(ShardGroup.of(groups), ShardGroup.alone())
+
+
+def settled_strategy(strategy: ShardingStrategy | None, groups: Groups) -> ShardingStrategy:
+    """Returns the strategy; over one rank NO_SHARD, with a UserWarning if that is a change."""
+    asked = strategy or ShardingStrategy.FULL_SHARD
+    if isinstance(groups, tuple) or dist.get_world_size(groups) > 1:
+        return asked
+    if asked is not ShardingStrategy.NO_SHARD:
+        warnings.warn(
+            f"FSDP is switching to use `NO_SHARD` instead of {asked} since the world size is 1.",
+            stacklevel=4,
+        )
+    return ShardingStrategy.NO_SHARD
+
+
+def _by_node() -> Groups:
+    """Returns the ranks of a node, which share, and those at one place in all nodes: replicas.
+
+    A node has LOCAL_WORLD_SIZE ranks, which torchrun sets; without it, the ranks of one host name.
+    """
+    size = dist.get_world_size()
+    said = os.environ.get("LOCAL_WORLD_SIZE")
+    if said is not None and said.isdigit() and 0 < int(said) <= size:
+        node = int(said)
+    else:
+        hosts: list[str] = [""] * size
+        dist.all_gather_object(hosts, gethostname())
+        node = hosts.count(hosts[0])
+        if any(hosts[r] != hosts[r // node * node] for r in range(size)):
+            node = 0
+    if node == 0 or size % node:
+        raise ArgumentError(
+            f"the {size} ranks are not spread evenly over nodes, one after the other; pass "
+            "process_group=(to shard over, to replicate over) or a device_mesh"
+        )
+    if node == size:
+        return _world(), None
+    mine: tuple[ProcessGroup, ProcessGroup | None] = (_world(), None)
+    rank = dist.get_rank()
+    for first in range(0, size, node):
+        group = dist.new_group(list(range(first, first + node)))
+        if first <= rank < first + node and group is not None:
+            mine = group, mine[1]
+    for place in range(node):
+        group = dist.new_group(list(range(place, size, node)))
+        if rank % node == place and group is not None:
+            mine = mine[0], group
+    return mine
+
+
+def _world() -> ProcessGroup:
+    group: ProcessGroup | None = dist.group.WORLD if dist.is_initialized() else None
+    if group is None:
+        raise ArgumentError(
+            "there is no default process group; call torch.distributed.init_process_group first, "
+            "or pass process_group"
+        )
+    return group

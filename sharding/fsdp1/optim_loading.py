@@ -1,7 +1,7 @@
 """Makes an optimizer's state by parameter names into a state dict that an optimizer can load.
 
 The inverse of `sharding.fsdp1.optim_state_dicts`: full tensors, rows or parts of each name fill
-slices of zeros like the optimizer's parameters. `sharding.fsdp1.optim_groups` matches the groups.
+slices of zeros like the optimizer's parameters. `sharding.fsdp1.optim_keys` matches the groups.
 
 Rules:
 
@@ -37,11 +37,11 @@ from sharding.describe.local_part import FlatSlice, LocalPart, check_holds
 from sharding.describe.members import NamedParameter
 from sharding.describe.sharded_tensor import is_sharded
 from sharding.errors import ArgumentError, OptimizerMismatchError
-from sharding.fsdp1.optim_groups import SavedGroups
 from sharding.fsdp1.optim_keys import (
     ModelNames,
     OptimInput,
     OptimState,
+    SavedGroups,
     group_of_module,
     keyed,
 )

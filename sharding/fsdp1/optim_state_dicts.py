@@ -38,7 +38,7 @@ from sharding.agreement.ranks import Ranks
 from sharding.describe.local_part import LocalPart
 from sharding.describe.members import NamedParameter
 from sharding.engine.flat_param_group import FlatParamGroup, flat_param_groups
-from sharding.engine.outputs import tensors_in
+from sharding.engine.unit import tensors_in
 from sharding.errors import OptimizerMismatchError
 from sharding.fsdp1.entry_point import entry_points
 from sharding.fsdp1.flat_states import FlatPart, by_rows

@@ -20,10 +20,9 @@ from torch.optim import Optimizer
 
 from sharding.describe.describing import clean_name
 from sharding.engine.flat_param_group import FlatParameter
-from sharding.fsdp1.entry_point import EntryPoint, entry_points
+from sharding.fsdp1.entry_point import HYBRID, EntryPoint, entry_points
 from sharding.fsdp1.optim_methods import OptimStateDicts
 from sharding.fsdp1.state_dicts import state_dict_type
-from sharding.fsdp1.strategies import HYBRID
 
 Context = AbstractContextManager[Any]
 

@@ -20,29 +20,27 @@ from sharding.engine.unit import Unit, units_of
 from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError, TorchAssertionError
 from sharding.fsdp1.entry_point import (
     ENTRY_POINT,
+    HYBRID,
     EntryPoint,
+    FlatSettings,
+    Groups,
     check_not_sharded,
+    chosen_groups,
     entry_points,
+    hybrid_groups_of,
     ignored_of,
+    settled_strategy,
     wrap_inside,
 )
 from sharding.fsdp1.optim_methods import OptimStateDicts
-from sharding.fsdp1.setup import FlatSettings
 from sharding.fsdp1.state_dicts import (
     get_state_dict_type,
     hook_state_dicts,
     set_state_dict_type,
     state_dict_type,
 )
-from sharding.fsdp1.strategies import (
-    HYBRID,
-    Groups,
-    chosen_groups,
-    hybrid_groups_of,
-    settled_strategy,
-)
-from sharding.fsdp1.summon import summoned
 from sharding.fsdp1.torch_state_dict import connect
+from sharding.fsdp1.unsharded import summoned
 from sharding.policies import (
     BackwardPrefetch,
     CPUOffload,

@@ -37,7 +37,7 @@ from sharding.errors import ShardingError
 from sharding.group_references import release_with_groups
 from sharding.kind import Kind
 from sharding.layout import FlatShard, Layout, Mesh, Placement, Replicate, Shard, row_major
-from sharding.layout.exchange import exchange
+from sharding.layout.copies import exchange
 from sharding.reshard.redistribute import BUDGET_BYTES, Move, redistribute
 from sharding.torch_versions import root_mesh
 

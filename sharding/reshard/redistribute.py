@@ -1,6 +1,6 @@
 """Moves tensors from one layout into another by messages: gathers, scatters, reshards.
 
-`sharding.layout.exchange` plans the copies. A rank sends the elements that others lack, and copies
+`sharding.layout.copies` plans the copies. A rank sends the elements that others lack, and copies
 the elements that it has itself. No tensor is gathered to be cut again.
 
 Rules:
@@ -27,11 +27,11 @@ from torch.distributed import ProcessGroup
 from sharding.agreement.channel import waiting_seconds
 from sharding.agreement.links import MOST_SECONDS
 from sharding.agreement.ranks import Ranks, message_device
-from sharding.engine.pending_work import PendingWork
+from sharding.engine.transport import PendingWork
 from sharding.errors import ArgumentError, TransferError
 from sharding.layout import Layout
 from sharding.layout.box import Piece
-from sharding.layout.exchange import Exchange, exchange, windows
+from sharding.layout.copies import Exchange, exchange, windows
 from sharding.reshard.host_memory import NOTE_SIZE, HostMemory
 from sharding.torch_versions import movable
 
@@ -40,7 +40,7 @@ BUDGET_BYTES = 64 << 20
 ALIGNMENT = 16
 """The alignment of copies in a message: the size of the widest element."""
 TAG = 1 << 15
-"""The tag of all messages of this module; those of `sharding.engine.p2p` are higher."""
+"""The tag of all messages of this module; those of `sharding.engine.transport` are higher."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

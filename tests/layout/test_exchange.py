@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharding.layout import Box, Copy, Layout, Replicate, Shape, copies_to
-from sharding.layout.exchange import everyone_with, exchange, windows
+from sharding.layout.copies import everyone_with, exchange, windows
 
 LayoutsOf = Callable[[Shape], st.SearchStrategy[Layout]]
 Pairs = st.SearchStrategy[tuple[Layout, Layout]]

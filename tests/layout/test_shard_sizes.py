@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.plan.shard_sizes import elements_held, positions
+from ckpt.plan.scatter_plan import elements_held, positions
 from sharding.layout import FlatShard, Layout, Mesh, Only, Replicate, Shape
 from tests.selection import examples
 

@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckpt
-from ckpt.plan.host_plan import host_layouts
-from ckpt.plan.save_plan import stored_layouts
+from ckpt.plan.save_plan import host_layouts, stored_layouts
 from ckpt.stores.local_store import LocalStore
 from formats.dtypes import dtype_of_torch
 from formats.native.manifest import StoredTensor

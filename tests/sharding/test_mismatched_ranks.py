@@ -33,8 +33,15 @@ from sharding import (
     ShardingStrategy,
 )
 from sharding.composable import fully_shard as composable
-from sharding.engine.composition import FIRST_TAG, Composition, Item, Purpose, key_of, tag_of
-from sharding.engine.waits import ANSWER_SECONDS
+from sharding.engine.composition import (
+    ANSWER_SECONDS,
+    FIRST_TAG,
+    Composition,
+    Item,
+    Purpose,
+    key_of,
+    tag_of,
+)
 from sharding.errors import MisuseError, TransferError
 from sharding.wrap import ModuleWrapPolicy
 

@@ -9,8 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharding.comm_hooks import predivide_factor
-from sharding.engine.packing import ChunkPacking, FlatPacking, Slot, chunk, pack
-from sharding.engine.unsharded_buffer import UnshardedBuffer, plain
+from sharding.engine.unsharded_buffer import (
+    ChunkPacking,
+    FlatPacking,
+    Slot,
+    UnshardedBuffer,
+    chunk,
+    pack,
+    plain,
+)
 
 SIZES = st.integers(1, 9)
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)

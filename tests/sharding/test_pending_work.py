@@ -13,11 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sharding import fully_shard
-from sharding.engine.composition import Composition, Item, Purpose
-from sharding.engine.p2p import P2PExchange, P2PTransport
-from sharding.engine.packing import ChunkPacking, pack
-from sharding.engine.shard_group import ShardGroup
-from sharding.engine.unsharded_buffer import UnshardedBuffer
+from sharding.engine.composition import Composition, Item, Purpose, ShardGroup
+from sharding.engine.transport import P2PExchange, P2PTransport
+from sharding.engine.unsharded_buffer import ChunkPacking, UnshardedBuffer, pack
 
 NUMEL = 1 << 16
 """Of one rank's part."""

@@ -24,7 +24,7 @@ from sharding import (
     fully_shard,
 )
 from sharding.comm_hooks import DefaultState
-from sharding.engine.shard_group import ShardGroup
+from sharding.engine.composition import ShardGroup
 from sharding.errors import DestroyedGroupError
 from sharding.sharded_grad_scaler import ShardedGradScaler
 

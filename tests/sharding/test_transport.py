@@ -22,11 +22,14 @@ sys.path.append(str(Path(__file__).parent))  # for the ranks too, which know thi
 from replica import batch, pair, train
 
 from sharding import MixedPrecisionPolicy, fully_shard
-from sharding.engine.collectives import CollectiveTransport
-from sharding.engine.composition import Composition, Item, Purpose
-from sharding.engine.p2p import SMALL_BYTES, P2PTransport
-from sharding.engine.shard_group import HybridGroups, ShardGroup
-from sharding.engine.transport import Transport, transport_between
+from sharding.engine.composition import Composition, HybridGroups, Item, Purpose, ShardGroup
+from sharding.engine.transport import (
+    SMALL_BYTES,
+    CollectiveTransport,
+    P2PTransport,
+    Transport,
+    transport_between,
+)
 from sharding.engine.unit import units_of
 
 WAYS: list[Callable[[ShardGroup], Transport]] = [P2PTransport, CollectiveTransport]

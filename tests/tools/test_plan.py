@@ -9,8 +9,7 @@ import ckpt
 from ckpt.budget import memory_budget
 from ckpt.converting.layouts import PlacementRule, TargetLayouts, parsed_mesh
 from ckpt.display import size
-from ckpt.plan.load_plan import LoadItem, LoadPolicy, plan_load
-from ckpt.plan.rank_reads import RankReads, rank_reads
+from ckpt.plan.load_plan import LoadItem, LoadPolicy, RankReads, plan_load, rank_reads
 from ckpt.plan.read_plan import BoxCopies
 from ckpt.sources import open_source
 from ckpt.stores.local_store import LocalStore
