@@ -11,8 +11,8 @@ Rules:
 3. A result with fewer weights than the source, or another dtype of one, is an error that names
    each, before a byte is written, unless the caller chose so or allows it
    (`ckpt.converting.target_formats`).
-4. A kind of state dict and a number of ranks divide a native checkpoint (`kind_layouts`) into the
-   files that such ranks would write.
+4. A kind of state dict and a number of ranks divide a native checkpoint (`ckpt.converting.layouts`)
+   into the files that such ranks would write.
 """
 
 from __future__ import annotations

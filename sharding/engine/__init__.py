@@ -10,7 +10,7 @@ The words for tensors in the engine, with their shapes:
                            torch.chunk's piece along `dim`, possibly empty
                            FlatParamGroup: flat, (shard_numel,), with padding; or, for each original
                            parameter, a flat view of its elements in that shard
-    unsharded buffer     flat, (numel,), all parameters of the group end to end (packing.py)
+    unsharded buffer     flat, (numel,), all parameters of the group end to end (unsharded_buffer)
     unsharded parameter  `Parameter.shape`, a view of the unsharded buffer and a leaf of autograd;
                          the modules have it while they compute
     all-gather input     flat, this rank's spans of the unsharded buffer, in `dtype`

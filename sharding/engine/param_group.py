@@ -1,6 +1,7 @@
 """The parameters of a unit that share dtype and `requires_grad`: unsharded and reduced together.
 
-[Note: tensor names] in `sharding/engine/__init__.py` fixes the words for tensors and their shapes.
+[Note: tensor names]
+in `sharding/engine/__init__.py` fixes the words for tensors and their shapes.
 The subclasses divide the parameters: `ChunkParamGroup`, `FlatParamGroup`, `ExtensionParamGroup`.
 
 Rules:

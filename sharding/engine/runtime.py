@@ -3,7 +3,7 @@
 Rules:
 
 1. All ranks start reduce-scatters in reverse order of first use. A group without a local gradient
-   contributes zeros once backward has passed it (calls.py).
+   contributes zeros once backward has passed it (unit.py).
 2. All ranks gather every unit of a backward in the same order, also one that autograd skips on this
    rank: another rank may need it.
 3. At most `IN_FLIGHT` batches of reductions are in flight when the next starts, so that the size of

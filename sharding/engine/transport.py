@@ -20,12 +20,13 @@ buffers and take 3 times as long.
 
 Rules:
 
-1. A tag identifies the composition of an exchange and the lengths of its messages (composition.py).
-   Ranks that disagree wait until the time-out and never take one message for another.
+1. A tag identifies the composition of an exchange and the lengths of its messages
+   (`sharding.engine.composition`). Ranks that disagree wait until the time-out and never take one
+   message for another.
 2. Autograd sees none of these operations.
 3. `wait` raises TransferError when the process of another rank ends or the group's time-out is
-   over. The error names the wait of this rank and those of others (waits.py). The memory of
-   messages that did not arrive stays as it is: see `sharding.engine.transport`.
+   over. The error names the wait of this rank and those of others. The memory of messages that did
+   not arrive stays as it is: see the last rules here.
 4. Only `wait` and `all_reduce` wait, so that ranks that call in the same order never block each
    other.
 
@@ -35,18 +36,18 @@ NCCL prefers one collective for each parameter group, on a stream of its own. Pa
 to end, padded to the largest, and copied to their places. The library decides the order of a sum.
 
 [Note: marks]
-A collective has no tag: a rank that runs another unit of the same size would take part without an
-error. Each rank therefore keeps a hash of the compositions of all its collectives in a process
-group. 32 bits of the hash travel with each reduction, as 32 zeros or ones and their 32 complements,
-and are summed. If this rank has a zero and the sum is not zero, another rank has another hash: in
-every dtype, a sum of numbers that are not negative is zero only if all of them are zero. The marks
-do not detect collectives of different sizes: those fail in the library, or wait.
+A collective has no tag: a rank that runs another unit of the same size would take
+part without an error. Each rank therefore keeps a hash of the compositions of all its collectives
+in a process group. 32 bits of the hash travel with each reduction, as 32 zeros or ones and their 32
+complements, and are summed. If this rank has a zero and the sum is not zero, another rank has
+another hash: in every dtype, a sum of numbers that are not negative is zero only if all of them are
+zero. The marks do not detect collectives of different sizes: those fail in the library, or wait.
 
 Messages in flight: memory that gloo may still read or write outlives the messages.
 
 gloo's thread copies between a connection and the address that a message was posted with. A message
-without a waiter stays posted, after an interrupt or the failure of another message of
-its exchange. Gloo still receives its data, which does not stop the messages behind it.
+without a waiter stays posted, after an interrupt or the failure of another message of its exchange.
+Gloo still receives its data, which does not stop the messages behind it.
 
 Rules:
 

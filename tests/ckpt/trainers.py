@@ -4,7 +4,8 @@ A trainer is made from a kind's name, on all ranks of the default group alike. T
 checkpoints stumble over: a tied weight, sizes that no number of ranks divides, a parameter of no
 dimensions, a frozen layer, buffers, and an AdamW of two groups with different options.
 
-[Note: the same arithmetic] All ranks see the same batch, so that each computes on whole parameters
+[Note: the same arithmetic]
+All ranks see the same batch, so that each computes on whole parameters
 what one process would, and the mean of the ranks' gradients is the gradient of each, if taking the
 mean rounds nothing. Sums of 2 and of 4 equal numbers are exact. Of 3 they are not, so `coarse`
 takes two bits from every gradient before a runtime sees it: three times a number of 22 bits has 24,
