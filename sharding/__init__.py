@@ -52,11 +52,11 @@ if TYPE_CHECKING:
 _FROM = {
     "FlatParameter": "engine.flat_param_group",
     "FullyShardedDataParallel": "fsdp1.wrapper",
-    "FSDPModule": "fsdp2.fsdp_module",
+    "FSDPModule": "fsdp2.fully_shard",
     "LocalPart": "describe.local_part",
-    "UnshardHandle": "fsdp2.fsdp_module",
+    "UnshardHandle": "fsdp2.fully_shard",
     "fully_shard": "fsdp2.fully_shard",
-    "register_fsdp_forward_method": "fsdp2.fsdp_module",
+    "register_fsdp_forward_method": "fsdp2.fully_shard",
 }
 
 __all__ = [
