@@ -18,7 +18,8 @@ Rules:
 3. A load fills the module and its optimizers in place. If a hook looks at the loaded dict, the dict
    gets tensors of its own, and its values after the hook are loaded, as by Lightning.
 4. The plugin stores the dict that Lightning passes to it. Only rank 0 has this dict.
-5. `load_from_checkpoint` of Lightning's modules reads ckpt's folders once this file is imported.
+5. `load_from_checkpoint` of Lightning's modules reads ckpt's folders once this file is imported:
+   see [Note: load_from_checkpoint].
 """
 
 from __future__ import annotations
@@ -479,4 +480,11 @@ def _with_folders(load: Callable[..., Any]) -> Callable[..., Any]:
     return load_file_or_folder
 
 
-module_saving.pl_load = _with_folders(module_saving.pl_load)  # type: ignore[attr-defined]
+# [Note: load_from_checkpoint]
+# `load_from_checkpoint` is a class method that knows no Trainer, and so no CheckpointIO. Lightning
+# 2.6 has no public hook in it: it opens its path, or an open file, by the function `pl_load` of
+# `lightning.pytorch.core.saving`, which this file replaces by one that also takes folders. Where
+# Lightning has no such function, `load_from_checkpoint` of a folder fails as without ckpt, and the
+# rest of this file works.
+if (_pl_load := getattr(module_saving, "pl_load", None)) is not None:
+    module_saving.pl_load = _with_folders(_pl_load)  # type: ignore[attr-defined]

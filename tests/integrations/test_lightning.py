@@ -52,3 +52,25 @@ def test_hooks_of_a_sharded_module_change_its_shards(
     programs: Callable[..., Any], tmp_path: Path
 ) -> None:
     assert not differences(programs, "sharded", 2, tmp_path)
+
+
+NO_HOOK = """
+import inspect
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core import saving
+import ckpt.integrations.lightning
+
+print("pl_load" in saving._load_from_checkpoint.__code__.co_names, saving.pl_load.__module__)
+print(*inspect.signature(LightningModule.load_from_checkpoint).parameters)
+"""
+
+
+def test_lightning_has_no_public_hook_and_opens_checkpoints_by_the_function_that_is_replaced(
+    programs: Callable[..., Any],
+) -> None:
+    """If this fails, look for a public hook, or for the new name: [Note: load_from_checkpoint]."""
+    out, err = programs(NO_HOOK).communicate(timeout=200)
+    opened, arguments = out.splitlines()[-2:]
+    assert opened == "True lightning.fabric.utilities.cloud_io", err
+    known = "cls checkpoint_path map_location hparams_file strict weights_only kwargs"
+    assert set(arguments.split()) <= set(known.split())
