@@ -311,33 +311,32 @@ MUTATIONS = (
     ),
     Mutation(
         "commit: the old files go after the new manifest",
-        "                if not found.cover(folder, file.name):\n                    store.delete(file.name)",
-        "                if found.cover(folder, file.name):\n                    store.delete(file.name)",
+        "                if not found.cover(folder, file.name):\n                    try:\n",
+        "                if found.cover(folder, file.name):\n                    try:\n",
         "faults/concurrency ckpt/borrowing",
     ),
     Mutation(
         "commit: a base that went takes the manifest back",
-        "if base is not None and not is_as_it_was(*base, store.options):",
+        "if base is not None and not _is_there(base, store, old):",
         "if base is not None and not base:",
         "ckpt/borrowing faults/concurrency",
     ),
     Mutation(
         "commit: a failed rank's files are removed",
-        "                store.delete(attempt.file_name)\n        raise",
-        "                store.exists(attempt.file_name)\n        raise",
+        "        store.delete(attempt.file_name)\n        if attempt.is_new",
+        "        store.exists(attempt.file_name)\n        if attempt.is_new",
         "ckpt/ranks ckpt/commit faults/rank_failures",
     ),
     Mutation(
         "commit: a manifest that was written wrong is taken back",
-        "if old is not None and not _can_be_read(store, data):",
-        "if old is not None and not data:",
+        'wrong = "" if old is None else _wrong_with(store, data)',
+        'wrong = ""',
         "ckpt/commit faults/misplaced faults/fault_table",
     ),
     Mutation(
         "commit: what is borrowed from is not deleted",
-        "        with suppress(ExistsError):  # another save has committed meanwhile\n"
-        "            store.commit(MANIFEST, data, replace=False)\n",
-        "",
+        "            store.commit(MANIFEST, data, replace=False)\n        except (ExistsError",
+        "            pass\n        except (ExistsError",
         "faults/concurrency ckpt/borrowing ckpt/commit",
     ),
     # The manifest.
@@ -472,10 +471,8 @@ MUTATIONS = (
     ),
     Mutation(
         "stores: a commit does not replace another",
-        "            self.flush()  # the files that this one names must be durable first\n"
-        "            self._give_name(part, name, replace, written)",
-        "            self.flush()  # the files that this one names must be durable first\n"
-        "            self._give_name(part, name, True, written)",
+        "                check()\n            self._give_name(part, name, replace, written)",
+        "                check()\n            self._give_name(part, name, True, written)",
         "ckpt/store ckpt/commit stores/contract",
     ),
     Mutation(
@@ -486,7 +483,7 @@ MUTATIONS = (
     ),
     Mutation(
         "stores: a put whose answer was lost is our own",
-        "if tries == 1 or self.read_whole(name, max(len(data), self.size(name))) != data:",
+        'if tries == 1 or not self._try("reading", name, lambda: self._has(name, data)):',
         "if tries >= 1:",
         "ckpt/object_store stores/contract stores/library",
     ),
@@ -721,8 +718,8 @@ MUTATIONS = (
     ),
     Mutation(
         "run: a local step of other hosts does not count",
-        "            if said == mine:\n",
-        "            if said:\n",
+        "            if hosts == mine:\n",
+        "            if hosts:\n",
         "run/local_tier",
     ),
     Mutation(
@@ -775,10 +772,10 @@ MUTATIONS = (
     ),
     Mutation(
         "convert: a folder that has appeared stays",
-        "            if not overwrite:\n"
-        "                raise ExistsError(_has_come(target))\n"
-        "            check",
-        "            check",
+        "                if not overwrite:\n"
+        "                    raise ExistsError(_has_come(target))\n"
+        "                check_replaceable(target, options, overwrite)\n",
+        "                check_replaceable(target, options, overwrite)\n",
         "ckpt/convert_targets",
     ),
     Mutation(
