@@ -269,25 +269,31 @@ class LocalStore:
             if not self._folder.is_symlink():
                 return
         with explained_on_disk("replacing the link by a folder at", self.url):
-            real.mkdir()
-            try:
-                for file in self.names():
-                    if file == MANIFEST or is_shard(file):
-                        os.link(os.path.realpath(self._folder / file), real / file)
-                _flush(real)
-            except OSError:
-                shutil.rmtree(real, ignore_errors=True)
-            self._files.close()
             behind = os.readlink(self._folder)
-            self._folder.unlink()
             try:
+                real.mkdir()
+                self._link_files(real)
+                self._files.close()
+                with suppress(FileNotFoundError):
+                    self._folder.unlink()
                 if real.exists():
                     real.rename(self._folder)
+                _flush(self._folder.parent)
             except OSError:
-                self._folder.symlink_to(behind)
                 shutil.rmtree(real, ignore_errors=True)
+                if not os.path.lexists(self._folder):
+                    self._folder.symlink_to(behind)
                 raise
-            _flush(self._folder.parent)
+
+    def _link_files(self, real: Path) -> None:
+        """Links the files of the checkpoint into a folder, which it removes if it cannot."""
+        try:
+            for file in self.names():
+                if file == MANIFEST or is_shard(file):
+                    os.link(os.path.realpath(self._folder / file), real / file)
+            _flush(real)
+        except OSError:
+            shutil.rmtree(real, ignore_errors=True)
 
     def delete(self, name: str) -> bool:
         """Removes a file; returns whether it existed. One of several processes removes it."""

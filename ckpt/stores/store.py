@@ -26,6 +26,7 @@ from ckpt.errors import StoreError
 from ckpt.live.address import TOKEN, is_live
 from ckpt.stores.capabilities import StoreCapabilities, Unfinished
 from ckpt.stores.local_store import LocalStore
+from ckpt.stores.request_errors import explained_on_disk
 from formats.storage import FileWriter, Reader
 from sharding.errors import ArgumentError
 from sharding.url_secrets import cause_without_secrets, without_secrets
@@ -284,7 +285,10 @@ def absolute(url: str | os.PathLike[str]) -> str:
 def one_spelling(url: str | os.PathLike[str]) -> str:
     """Returns a path without links and dots, or a URL; without slashes at the end."""
     path = local_path(url)
-    return os.fspath(url).rstrip("/") if path is None else os.path.realpath(path)
+    if path is None:
+        return os.fspath(url).rstrip("/")
+    with explained_on_disk("looking for links at", path):
+        return os.path.realpath(path)
 
 
 def link_at(url: str | os.PathLike[str]) -> str | None:

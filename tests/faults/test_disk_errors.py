@@ -153,6 +153,14 @@ def save_in_run(folder: str) -> None:
         assert run.save(2, new())
 
 
+def save_onto_a_link(folder: str) -> None:
+    os.symlink(f"{folder}/step-1", f"{folder}/step-2")
+    options: dict[str, Any] = {"signals": (), "blocking": True, "on_failure": "raise"}
+    with ckpt.Checkpointer(folder, every_steps=1, **options) as run:
+        run.restore(old(), step=1)
+        assert run.save(2, new())
+
+
 def load(folder: str) -> None:
     target = {"w": torch.zeros(300), "b": torch.zeros(7), "step": 0}
     ckpt.load(f"{folder}/step-1", target)
@@ -191,6 +199,7 @@ CALLS: dict[str, tuple[bool, str, Act, str, str]] = {
         *("old", "new"),
     ),
     "run": (True, "step-2", save_in_run, "none", "new"),
+    "linked": (True, "step-2", save_onto_a_link, "old", "new"),
     "delete": (True, "step-1", lambda f: ckpt.delete(f"{f}/step-1"), "old", "none"),
     "gc": (True, "step-1", lambda f: ckpt.gc(f, delete=True, older_than=0), "old", "old"),
     "load": (True, "step-1", load, "old", "old"),
@@ -220,7 +229,8 @@ def check(name: str, folder: Path, disk: FailingDisk, failure: Failure) -> None:
     prepare(folder, has_old)
     raised: BaseException | None = None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ckpt.NotDurableWarning)
+        for kind in (ckpt.NotDurableWarning, ckpt.LeftOverWarning):
+            warnings.simplefilter("ignore", kind)
         with disk.watched(failure):
             try:
                 act(str(folder))
