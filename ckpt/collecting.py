@@ -23,10 +23,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, cast
+from warnings import warn
 
-from ckpt.errors import ArgumentError
+from ckpt.errors import ArgumentError, UnreadableWarning
 from ckpt.mapping.model_files import ADAPTER, CONFIG
+from ckpt.stores.capabilities import Unfinished
 from ckpt.stores.read_only import check_writable
 from ckpt.stores.store import (
     Options,
@@ -40,10 +42,14 @@ from ckpt.stores.store import (
 )
 from ckpt.transfer.bases import BaseFiles, base_files, base_files_beside
 from ckpt.transfer.commit import GRACE_SECONDS
+from ckpt.transfer.facts import Facts, checkpoints_in, concerns_one_file
 from formats.errors import FormatError
 from formats.limits import current
 from formats.native.manifest import MANIFEST, load, read_manifest
 from formats.threads import Pool
+
+if TYPE_CHECKING:
+    from ckpt.stores.driver import ObjectInfo
 
 __all__ = ["LeftOver", "gc"]
 
@@ -116,7 +122,8 @@ def gc(
     Raises:
         ArgumentError: `url` is a link on a disk, and `delete` is given.
         StoreError: the disk or object store failed; or the place is only read, as a live state is.
-        OSError: this process may not read a folder, or remove a file.
+        OSError: this process may not read the folder `url`, or remove a file. A folder in it that
+            cannot be read is left out, with an UnreadableWarning.
 
     >>> import ckpt, os, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -136,11 +143,16 @@ def gc(
     with open_store(place, storage_options) as store:
         check_writable(store)
         # A bucket does not list a folder that holds only an incomplete upload.
-        begun = {one.name.split("/")[0] for one in store.unfinished() if "/" in one.name}
-        inside = [join_url(place, name) for name in sorted({*store.folders(), *begun})]
+        begun = store.unfinished()
+        seen = _Listing.of(store, begun)
+        above = {one.name.split("/")[0] for one in begun if "/" in one.name}
+        folders = store.folders() if seen is None else seen.folders
+        inside = [join_url(place, name) for name in sorted({*folders, *above})]
         inside = [one for one in inside if link_at(one) is None]
-        found = _collected([place], look_up, age, delete, storage_options)
-        return found + _collected(inside, lambda: base_files(store), age, delete, storage_options)
+        found = _collected([place], look_up, age, delete, storage_options, seen, is_inside=False)
+        return found + _collected(
+            inside, lambda: base_files(store), age, delete, storage_options, seen
+        )
 
 
 def remove_marked(url: str, mark: str) -> None:
@@ -198,17 +210,36 @@ def _collected(
     age: float,
     delete: bool,
     options: Options,
+    seen: _Listing | None = None,
+    is_inside: bool = True,
 ) -> list[LeftOver]:
-    """Returns the left-overs of folders side by side. `look_up` returns the borrowed files."""
+    """Returns the left-overs of folders side by side. `look_up` returns the borrowed files.
+
+    `seen` is a listing of the folder around them, or without `is_inside` of the only one.
+    """
     found: list[LeftOver] = []
     for place in places:
+        name = _name(place) if is_inside else ""
+        if seen is not None and seen.is_clean(name):
+            continue
         with open_store(place, options) as store:
-            found += _left_overs(store, place, places, age)
+            listed = store if seen is None else _Seen.of(store, seen, name)
+            try:
+                found += _left_overs(listed, place, places, age)
+            except OSError as error:
+                if not is_inside or not concerns_one_file(error):
+                    raise
+                warn(UnreadableWarning(f"{place} was left out: {error}"), stacklevel=3)
     # The borrowed files are looked up after the named ones: a save that borrows later finds its
     # base without the file and commits nothing.
     if any(one.kind == SHARD for one in found):
         needed = look_up()
-        found = [one for one in found if not needed.cover(_name(one.folder), one.name)]
+        moment = now()
+        found = [
+            one
+            for one in found
+            if not needed.cover(_name(one.folder), one.name, moment - one.age_seconds)
+        ]
     if not delete:
         return found
     removed: set[LeftOver] = set()
@@ -220,6 +251,76 @@ def _collected(
             removed |= {*chosen}
             store.remove_if_empty()
     return [replace(one, was_removed=one in removed) for one in found]
+
+
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """All files and incomplete uploads in a folder of a bucket and below it."""
+
+    files: Mapping[str, Mapping[str, ObjectInfo]]
+    """By folder, "" for the folder itself, and name."""
+    facts: Mapping[str, Facts]
+    begun: Sequence[Unfinished]
+
+    @classmethod
+    def of(cls, store: Store, begun: Sequence[Unfinished]) -> _Listing | None:
+        """Returns the listing of a folder; None if the store lists folder by folder."""
+        if local_path(store.url) is not None:
+            return None
+        found = checkpoints_in(store)
+        return None if found.files is None else cls(found.files, found.facts, begun)
+
+    @property
+    def folders(self) -> set[str]:
+        """The names of the folders directly in the folder."""
+        return {path.split("/")[0] for path in self.files if path}
+
+    def begun_in(self, folder: str) -> list[Unfinished]:
+        """Returns the uploads directly to a folder, by the names of their files."""
+        pairs = [(one.name.rpartition("/"), one) for one in self.begun]
+        return [replace(one, name=parts[2]) for parts, one in pairs if parts[0] == folder]
+
+    def is_clean(self, folder: str) -> bool:
+        """Whether a folder surely has no left-over: a checkpoint with all and only its files."""
+        facts, files = self.facts.get(folder), self.files.get(folder, {})
+        own = None if facts is None else facts.files_among(files)
+        shards = {name for name in files if _SHARD.fullmatch(name)}
+        return own is not None and shards == {*own} and not self.begun_in(folder)
+
+
+class _Seen:
+    """A folder as a listing of the folder around it has shown it. All else is its store's."""
+
+    def __init__(self, store: Store, listing: _Listing, folder: str) -> None:
+        self._store, self._listing, self._folder = store, listing, folder
+
+    @classmethod
+    def of(cls, store: Store, listing: _Listing, folder: str) -> Store:
+        """Returns the store with the answers of a listing."""
+        return cast("Store", cls(store, listing, folder))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the sizes of the files directly in the folder, by name."""
+        files = self._listing.files.get(self._folder, {})
+        return {name: one.nbytes or 0 for name, one in files.items()}
+
+    def arrivals(self) -> dict[str, float]:
+        """Returns the times of the last writes, by name."""
+        files = self._listing.files.get(self._folder, {})
+        return {name: one.modified for name, one in files.items()}
+
+    def folders(self) -> list[str]:
+        """Returns the folders directly in the folder, sorted."""
+        above = f"{self._folder}/" if self._folder else ""
+        inside = (path for path in self._listing.files if path and path.startswith(above))
+        return sorted({path.removeprefix(above).split("/")[0] for path in inside})
+
+    def unfinished(self) -> list[Unfinished]:
+        """Returns the incomplete uploads to the folder."""
+        return self._listing.begun_in(self._folder)
 
 
 def _left_overs(store: Store, place: str, places: Sequence[str], age: float) -> Iterator[LeftOver]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ckpt.collecting import check_no_link, remove_old
@@ -23,7 +23,7 @@ from ckpt.stores.store import (
     open_store,
     split_url,
 )
-from ckpt.transfer.bases import borrowers, borrowing, check_unused, dependents
+from ckpt.transfer.bases import borrowers, borrowing, check_unused
 from ckpt.transfer.commit import withdraw
 from formats.detect import is_shard, sign_of_another_format
 from formats.native.manifest import MANIFEST, load, read_manifest
@@ -105,7 +105,9 @@ def was_deleted(
         files = [file.name for file in load(data, f"{store.url}/{MANIFEST}").files]
         _check_unpinned(store.url, store.options)
         if gone is not None:
-            _check_unused_but_by(gone, store)
+            parent, _ = split_url(place)
+            beside = {join_url(parent, name): name for name in (split_url(one)[1] for one in gone)}
+            check_unused(store.url, options, {beside[one] for one in gone if one in beside})
             gone.add(place)
             return True
         if withdraw(store, data, look):
@@ -113,17 +115,20 @@ def was_deleted(
     return True
 
 
-def _remove_all(store: Store, files: Collection[str]) -> None:
+def _remove_all(store: Store, files: Sequence[str]) -> None:
     """Removes the files of a checkpoint without a manifest, and the folder if it is then empty.
 
     Raises StoreError if some stay.
     """
     staying: dict[str, OSError] = {}
-    for name in files:
-        try:
-            store.delete(name)
-        except OSError as error:
-            staying[name] = error
+    try:
+        store.delete_all(files)
+    except OSError:
+        for name in files:
+            try:
+                store.delete(name)
+            except OSError as error:
+                staying[name] = error
     with suppress(OSError):  # the checkpoint is deleted
         if store.names():
             remove_old(store)
@@ -149,18 +154,6 @@ def _check_unpinned(url: str, options: Options) -> None:
             f"{url}: it is pinned as {pin!r}, so that nothing removes it: before, call "
             f"Checkpointer.unpin({step}, {pin!r}), or remove {join_url(above, pin_file(step, pin))}"
         )
-
-
-def _check_unused_but_by(gone: Collection[str], store: Store) -> None:
-    """Raises InUseError if a checkpoint borrows from this one and is not in `gone`."""
-    try:
-        check_unused(store.url, store.options)
-    except InUseError as error:
-        users = dependents(store.url, store.options)
-        parent, _ = split_url(one_spelling(store.url))
-        left = [name for name in users if join_url(parent, name) not in gone]
-        if left:
-            raise InUseError(str(error).replace(borrowing(users), borrowing(left))) from error
 
 
 def _is_missing(url: str | os.PathLike[str], store: Store, options: Options) -> bool:

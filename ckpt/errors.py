@@ -49,6 +49,7 @@ __all__ = [
     "TensorIndexError",
     "UnknownNameError",
     "UnreachableError",
+    "UnreadableWarning",
     "UnverifiedWarning",
     "ValuesWarning",
     "VersionGoneError",
@@ -355,6 +356,10 @@ class FallbackWarning(Picklable, UserWarning):
 
 class SaveFailedWarning(Picklable, UserWarning):
     """A checkpoint of a run was not saved, or not removed. Training goes on."""
+
+
+class UnreadableWarning(Picklable, UserWarning):
+    """A checkpoint cannot be read (permission, archive class), and is left out of a listing."""
 
 
 class NotDurableWarning(Picklable, UserWarning):

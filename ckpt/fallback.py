@@ -2,9 +2,9 @@
 
 Rules:
 
-1. Only damage makes a load go back: missing or changed bytes, or no checkpoint at all, or the end
-   of a live state's server. An older checkpoint does not help if the target does not match, a store
-   fails or a rank dies.
+1. Only damage makes a load go back: missing or changed bytes, or no checkpoint at all, or a place
+   that this process may not read (permission, archive class), or the end of a live state's server.
+   An older checkpoint does not help if the target does not match, a store fails or a rank dies.
 2. All ranks decide alike, by the failure that they agreed on.
 3. A checkpoint that is replaced during a read is not damaged: all ranks load the same place again.
 4. A failed try may have filled a part of the target. The try that succeeds must fill at least this
@@ -22,6 +22,7 @@ from warnings import warn
 
 from ckpt.display import natural
 from ckpt.errors import (
+    AccessDeniedError,
     DamagedLoadError,
     FallbackWarning,
     NotACheckpointError,
@@ -35,9 +36,9 @@ from ckpt.errors import (
     VersionGoneError,
 )
 from ckpt.live.address import is_live, is_one_version
-from ckpt.newest import committed
+from ckpt.newest import UNREADABLE, committed
 from ckpt.stores.replacement_guard import TRIES
-from ckpt.stores.store import Options, absolute, is_file, join_url, split_url
+from ckpt.stores.store import WEB, Options, absolute, is_file, join_url, split_url
 from formats.errors import (
     CorruptError,
     FormatError,
@@ -61,6 +62,8 @@ DAMAGE = {
     )
 }
 """The `kind` of the errors after which a load tries an older checkpoint, by class name."""
+DENIED = {kind.__name__: UNREADABLE for kind in (AccessDeniedError, PermissionError)}
+"""As `DAMAGE`, for places on disks and in buckets: another one there may be readable."""
 REPLACED = tuple(kind.__name__ for kind in (ReplacedError, ReplacedLoadError, VersionGoneError))
 """The class names of the errors after which a load tries the same place again."""
 LOST = {kind.__name__: kind.kind for kind in (UnreachableError, StoreTimeoutError)}
@@ -109,7 +112,8 @@ def load_or_older(
                 tries += 1
                 continue
             is_said = touched.keys() <= set(named)
-            kind = (DAMAGE | LOST if is_live(here) else DAMAGE).get(_failure(ranks))
+            more = LOST if is_live(here) else {} if here.startswith(WEB) else DENIED
+            kind = (DAMAGE | more).get(_failure(ranks))
             if kind is None:
                 if not touched or (is_said and not skipped):
                     raise
@@ -130,7 +134,8 @@ def load_or_older(
                 here, tries = older.pop(0), 1
                 tried.add(here)
                 continue
-            if len(skipped) == 1 and is_said:
+            is_denied = all(one.kind == UNREADABLE for one in skipped)
+            if (len(skipped) == 1 or is_denied) and is_said:
                 raise
             raise _none_is_sound(skipped, list(touched)) from error
         if left := touched.keys() - loaded.names:

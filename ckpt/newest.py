@@ -17,9 +17,7 @@ Rules:
 
 from __future__ import annotations
 
-import errno
 import heapq
-import json
 import os
 import re
 from calendar import timegm
@@ -35,18 +33,12 @@ from ckpt.errors import FallbackWarning, NotACheckpointError, ReplacedError, Ski
 from ckpt.nearby import checkpoints_below, nothing_at, similar_path
 from ckpt.stores.replacement_guard import MANIFEST_HEAD_BYTES, head_now, replaced, unless_replaced
 from ckpt.stores.store import Options, Store, absolute, is_file, join_url, open_store, split_url
+from ckpt.transfer.facts import Checkpoints, checkpoints_in, concerns_one_file
 from formats.errors import CorruptError, FormatError, UnsupportedError
 from formats.native.manifest import MANIFEST, Manifest, load, read_manifest
-from formats.threads import Pool
 
 __all__ = ["latest"]
 
-HEAD_BYTES = 4096
-"""Bytes of a manifest that are read first: they contain the writer's metadata, with its time."""
-LONG_HEAD_BYTES = 1 << 20
-"""Bytes that are read if the writer's metadata is longer."""
-WORKERS = 8
-"""Folders that are read at the same time: a server takes time to answer."""
 LISTINGS = 100
 """The most listings of a folder that changes after each."""
 SHOWN = 5
@@ -132,6 +124,14 @@ class Committed(NamedTuple):
         return Age(seconds, order_of(self.metadata.get(ORDER, "")), self.name)
 
 
+class Listed(NamedTuple):
+    """A folder of checkpoints."""
+
+    newest: list[Committed]
+    """Those that can be read, the newest first."""
+    found: Checkpoints
+
+
 def _seconds(time: str) -> float:
     try:
         return float(timegm(strptime(time, _TIME_FORMAT)))
@@ -173,7 +173,7 @@ def newest_sound(
     folder: str | os.PathLike[str], verify: bool, options: Options
 ) -> tuple[str, list[Skipped]]:
     """Returns the result of `latest` and the newer checkpoints that are not sound. Raises alike."""
-    listing = _looked_into(folder, options)
+    listing = looked_into(folder, options)
     left = LISTINGS
     while True:
         failure, found, left = None, ("", list[Skipped]()), left - 1
@@ -183,8 +183,8 @@ def newest_sound(
             failure = error
         if failure is None and not found[1]:
             return found
-        before, listing = listing, _looked_into(folder, options)
-        if left and listing[0] != before[0]:
+        before, listing = listing, looked_into(folder, options)
+        if left and listing.newest != before.newest:
             continue
         if failure is not None:
             raise failure
@@ -193,23 +193,23 @@ def newest_sound(
 
 def _newest_sound(
     folder: str | os.PathLike[str],
-    listing: tuple[list[Committed], dict[str, OSError]],
+    listing: Listed,
     verify: bool,
     options: Options,
 ) -> tuple[str, list[Skipped]]:
     """Returns the result of `newest_sound` for one listing. Raises alike."""
-    names, unreadable = listing
     skipped = [
         Skipped(join_url(folder, name), UNREADABLE, str(error))
-        for name, error in unreadable.items()
+        for name, error in listing.found.unreadable.items()
     ]
-    for url in (join_url(folder, found.name) for found in names):
-        wrong = wrong_with(url, verify, options)
+    for one in listing.newest:
+        url = join_url(folder, one.name)
+        wrong = wrong_with(url, verify, options, listing.found)
         if wrong is None:
             return url, skipped
         skipped.append(wrong)
-    if not names:
-        for error in unreadable.values():
+    if not listing.newest:
+        for error in listing.found.unreadable.values():
             raise error
     if skipped:
         said = "; ".join(wrong.message for wrong in skipped[:SHOWN])
@@ -223,47 +223,35 @@ def _newest_sound(
 
 def committed(folder: str | os.PathLike[str], options: Options) -> list[Committed]:
     """Returns the checkpoints of a folder that can be read, sound or not, newest first."""
-    return _looked_into(folder, options)[0]
+    return looked_into(folder, options).newest
 
 
-def committed_beside_files(
-    folder: str | os.PathLike[str], options: Options
-) -> tuple[list[Committed], list[str]]:
-    """Returns the result of `committed`, and the files in the folder, from one listing."""
+def looked_into(
+    folder: str | os.PathLike[str], options: Options, with_bases: bool = False
+) -> Listed:
+    """Returns the checkpoints of a folder, newest first, and the reasons of unreadable ones."""
     with open_store(folder, options) as store:
-        entries = store.entries()
-        names = [name.removesuffix("/") for name in entries if name.endswith("/")]
-        known, _ = _all_of(store, names)
-    return known, [name for name in entries if not name.endswith("/")]
+        found = checkpoints_in(store, with_bases)
+        known = [
+            Committed(name, _time(store, name, facts.metadata, found), facts.metadata)
+            for name, facts in found.facts.items()
+        ]
+    return Listed(newest_first(known, lambda one: one.age), found)
 
 
-def _looked_into(
-    folder: str | os.PathLike[str], options: Options
-) -> tuple[list[Committed], dict[str, OSError]]:
-    """Returns the checkpoints of a folder, newest first, and the errors of unreadable ones."""
-    with open_store(folder, options) as store:
-        return _all_of(store, store.folders())
-
-
-def _all_of(store: Store, names: list[str]) -> tuple[list[Committed], dict[str, OSError]]:
-    with Pool(WORKERS, "ckpt-list") as pool:
-        found = list(pool.map(lambda name: _committed(store, name), names))
-    known = newest_first((one for one in found if isinstance(one, Committed)), lambda one: one.age)
-    pairs = zip(names, found, strict=True)
-    return known, {name: error for name, error in pairs if isinstance(error, OSError)}
-
-
-def wrong_with(url: str, verify: bool, options: Options) -> Skipped | None:
+def wrong_with(
+    url: str, verify: bool, options: Options, beside: Checkpoints | None = None
+) -> Skipped | None:
     """Returns why a checkpoint is not sound, by its manifest and sizes; None if it is sound.
 
-    With `verify` all checksums are compared too.
+    With `verify` all checksums are compared too. `beside` is a listing of the folder around it.
 
     Raises:
         UnsupportedError: the checkpoint was written by a later version of ckpt.
         ReplacedError: the checkpoint was replaced each time that it was checked.
     """
     try:
-        unless_replaced(lambda: _check_whole(url, options))
+        unless_replaced(lambda: _check_whole(url, options, beside))
         if verify:
             for problem in verify_all(url, storage_options=options).problems[:1]:
                 return Skipped(url, problem.kind, problem.message)
@@ -272,63 +260,22 @@ def wrong_with(url: str, verify: bool, options: Options) -> Skipped | None:
     except (FormatError, NotACheckpointError) as error:
         return Skipped(url, error.kind, str(error))
     except OSError as error:
-        if not _is_out_of_reach(error):
+        if not concerns_one_file(error):
             raise
         return Skipped(url, UNREADABLE, f"{url}: {error}")
     return None
 
 
-def _is_out_of_reach(error: OSError) -> bool:
-    """Whether an error concerns this place alone, not the whole store."""
-    return isinstance(error, PermissionError) or error.errno == errno.ELOOP
-
-
-def _committed(store: Store, name: str) -> Committed | OSError | None:
-    """Returns the checkpoint in a folder; None without a manifest, an error if it is unreadable."""
-    manifest = f"{name}/{MANIFEST}"
-    try:
-        size = store.size(manifest)
-        metadata = _metadata_in(store.read(manifest, 0, min(HEAD_BYTES, size)))
-        if not metadata and size > HEAD_BYTES:
-            metadata = _metadata_in(store.read(manifest, 0, min(LONG_HEAD_BYTES, size)))
-    except FileNotFoundError:
-        return None
-    except FormatError:  # a shorter one has replaced it meanwhile, or the place is no file
-        metadata = {}
-    except OSError as error:
-        if not _is_out_of_reach(error):
-            raise
-        return error
+def _time(store: Store, name: str, metadata: Mapping[str, str], found: Checkpoints) -> str:
+    """Returns the time in a manifest, or else that of its last write by the store's clock."""
     time = metadata.get("time", "")
-    if not _TIME.fullmatch(time):
-        time = _store_time(store, manifest)
-    return Committed(name, time, metadata)
+    if _TIME.fullmatch(time):
+        return time
+    written = found.written(store, name)
+    return "" if written is None else strftime(_TIME_FORMAT, gmtime(written))
 
 
-def _metadata_in(head: bytes) -> dict[str, str]:
-    """Returns the metadata at the start of a manifest, which may be damaged; empty without any."""
-    text = head.decode("utf-8", "replace")
-    at = text.find('"writer":')
-    if at < 0:
-        return {}
-    try:
-        writer, _ = json.JSONDecoder().raw_decode(text, at + len('"writer":'))
-    except (ValueError, RecursionError):
-        return {}
-    if not isinstance(writer, dict):
-        return {}
-    return {key: value for key, value in writer.items() if isinstance(value, str)}
-
-
-def _store_time(store: Store, manifest: str) -> str:
-    """Returns the time at which a manifest was written, by the store's clock."""
-    try:
-        return strftime(_TIME_FORMAT, gmtime(store.modified(manifest)))
-    except FileNotFoundError:
-        return ""
-
-
-def _check_whole(url: str, options: Options) -> None:
+def _check_whole(url: str, options: Options, beside: Checkpoints | None) -> None:
     """Raises an error unless the manifest is intact and all files that it names have their sizes.
 
     Raises:
@@ -341,6 +288,8 @@ def _check_whole(url: str, options: Options) -> None:
         except FileNotFoundError as error:
             raise NotACheckpointError(f"{url}: no checkpoint: there is no {MANIFEST}") from error
         manifest = load(data, f"{url}/{MANIFEST}")
+        if beside is not None and _has_all_sizes(url, manifest, beside):
+            return
         try:
             _check_all_sizes(url, store, manifest, options)
         except CorruptError as error:
@@ -348,6 +297,22 @@ def _check_whole(url: str, options: Options) -> None:
             if now != data[:MANIFEST_HEAD_BYTES]:
                 raise replaced(url, "a file of it", now) from error
             raise
+
+
+def _has_all_sizes(url: str, manifest: Manifest, beside: Checkpoints) -> bool:
+    """Whether a listing shows all files of a checkpoint and of its bases, with their sizes."""
+    if beside.files is None:
+        return False
+    own = split_url(url)[1]
+    needed = {(own, file.name): file.size for file in manifest.files}
+    for base in manifest.bases:
+        if base is not None:
+            needed |= {(base.folder, file.name): file.size for file in base.files}
+    for (folder, name), size in needed.items():
+        seen = beside.files.get(folder, {}).get(name)
+        if seen is None or seen.nbytes != size:
+            return False
+    return True
 
 
 def _check_all_sizes(url: str, store: Store, manifest: Manifest, options: Options) -> None:

@@ -16,7 +16,12 @@ from ckpt.deleting import delete_step
 from ckpt.errors import CkptError, NotACheckpointError
 from ckpt.newest import newest_first, order_of, seconds_of
 from ckpt.run.failures import Failures
-from ckpt.run.history import check_no_foreign_steps, folder_name, pin_file, run_steps
+from ckpt.run.history import (
+    check_no_foreign_steps,
+    folder_name,
+    pin_file,
+    run_steps,
+)
 from ckpt.run.local_tier import LocalOptions, LocalTier
 from ckpt.run.memory_tier import Memory, MemoryTier, opened
 from ckpt.run.owner import Ownership

@@ -21,14 +21,18 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
+from warnings import warn
 
-from ckpt.errors import ExistsError
-from ckpt.newest import BEGAN, ORDER, Committed, committed_beside_files
+from ckpt.errors import ExistsError, UnreadableWarning
+from ckpt.newest import BEGAN, ORDER, Committed, looked_into
 from ckpt.run.retention import RunStep, newest_steps
 from ckpt.stores.store import Options, open_store
+from ckpt.transfer.facts import Checkpoints
 from formats.detect import folder_format
 from formats.native.manifest import NONFINITE
-from sharding.errors import ArgumentError, ArgumentTypeError
+from sharding.errors import ArgumentError, ArgumentTypeError, listed
+from sharding.url_secrets import without_secrets
 
 __all__ = ["RunStep", "run_steps"]
 
@@ -37,6 +41,8 @@ STEP, METRICS, PROVENANCE = "step", "metrics", "run"
 _FOLDER = re.compile(r"step-(\d{1,18})")
 _PIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PIN = re.compile(r"pin-(\d{1,18})-([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json")
+SHOWN = 3
+"""The most steps in a warning."""
 END_OF_STEPS = 10**18
 """The first step that is too large for the name of a folder."""
 MOST = 1 << 1000
@@ -87,13 +93,56 @@ def run_steps(url: str | os.PathLike[str], *, storage_options: Options = None) -
     ...     [(one.step, one.metrics["loss"]) for one in ckpt.run_steps(folder)]
     [(4, 0.25), (2, 0.5)]
     """
+    run = listed_steps(url, storage_options)
+    if run.unreadable:
+        warn(unreadable_warning(os.fspath(url), run.unreadable), stacklevel=2)
+    return run.steps
+
+
+class RunListing(NamedTuple):
+    """The folder of a run."""
+
+    steps: list[RunStep]
+    """The committed checkpoints, newest first."""
+    unreadable: dict[str, str]
+    """Why other steps cannot be read, by the names of their folders."""
+    found: Checkpoints | None
+    """All checkpoints in the folder; None if there is no folder."""
+
+
+def listed_steps(
+    url: str | os.PathLike[str], options: Options, with_bases: bool = False
+) -> RunListing:
+    """Returns the steps of a run.
+
+    Raises OSError if the only steps are some that cannot be read: a run does not begin anew there.
+    """
     try:
-        found, files = committed_beside_files(url, storage_options)
+        seen = looked_into(url, options, with_bases)
+        with open_store(url, options) as store:
+            names = seen.found.names()
+            pins = pins_in(store.names() if names is None else names)
     except FileNotFoundError:
-        return []
-    pins = pins_in(files)
-    steps = [step for one in found if (step := run_step(one)) is not None]
-    return newest_steps(replace(one, pins=pins.get(one.step, ())) for one in steps)
+        return RunListing([], {}, None)
+    steps = [step for one in seen.newest if (step := run_step(one)) is not None]
+    wrong = {name: e for name, e in seen.found.unreadable.items() if step_of(name) is not None}
+    if not steps:
+        for error in wrong.values():
+            raise error
+    pinned = (replace(one, pins=pins.get(one.step, ())) for one in steps)
+    reasons = {name: str(error) for name, error in wrong.items()}
+    return RunListing(newest_steps(pinned), reasons, seen.found)
+
+
+def unreadable_warning(url: str, unreadable: Mapping[str, str]) -> UnreadableWarning:
+    """Returns the warning that names steps that cannot be read, with the reasons."""
+    reasons = [*unreadable.values()]
+    said = "; ".join(reasons[:SHOWN])
+    more = f"; and {len(reasons) - SHOWN} more" if len(reasons) > SHOWN else ""
+    return UnreadableWarning(
+        f"{without_secrets(url)}: left out: {listed([*unreadable], SHOWN)}, which cannot be read: "
+        f"{said}{more}"
+    )
 
 
 def pin_file(step: int, name: str) -> str:

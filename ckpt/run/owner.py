@@ -6,7 +6,8 @@ Rules:
    name exists, and then removes those of lower epochs. The highest epoch owns the folder. A start
    that only restores takes nothing.
 2. The rank that commits lists the folder before each save begins and directly before the manifest
-   is written, and before each removal. A higher epoch there makes the save an error on all ranks.
+   is written, and before each removal, or each removal of several checkpoints together. A higher
+   epoch there makes the save an error on all ranks.
 3. Another start may take the folder between the last look and the commit. Its order is still the
    higher one, so that it never restores or keeps a step in the place of a step of its own.
 4. A start that has not saved takes no run from a later start. Each notes the highest epoch that it
@@ -122,13 +123,14 @@ class Ownership:
                 store.commit(file_name(epoch), self._note(epoch), replace=False)
             self._remove_older(store, epoch)
 
-    def look(self) -> Collection[str]:
+    def look(self, names: Collection[str] | None = None) -> Collection[str]:
         """Returns the names in the folder, with a slash behind folders, in one listing.
 
-        Raises NotOwnerError if a later start owns it.
+        `names` are those of its files, if another listing has just shown them. Raises NotOwnerError
+        if a later start owns it.
         """
         with open_store(self._url, self._options) as store:
-            names = store.entries()
+            names = store.entries() if names is None else names
             self._check(store, epochs(names))
         return names
 

@@ -11,17 +11,30 @@ Rules:
 
 from __future__ import annotations
 
+import json
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from warnings import warn
 
 from ckpt.deleting import delete_step
 from ckpt.errors import CkptError, InUseError, NotOwnerError, SaveFailedWarning
-from ckpt.run.history import run_steps
+from ckpt.run.history import listed_steps
 from ckpt.run.retention import Keep, RunStep, removable
-from ckpt.stores.store import Options, join_url
+from ckpt.stores.store import Options, Store, join_url, open_store
+from ckpt.transfer.bases import base_files, borrowers_among, borrowing, check_readable
+from ckpt.transfer.facts import Checkpoints, checkpoints_in, write_index
+from formats.errors import FormatError
+from formats.native.manifest import MANIFEST, load, read_manifest
+from sharding.url_secrets import without_secrets
+
+Look = Callable[[Collection[str] | None], object]
+"""Looks for another owner of the folder, by the names in it if they are known."""
+
+_log = logging.getLogger("ckpt.run")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +52,121 @@ def removals(
     options: Options,
     *,
     dry_run: bool = False,
-    look: Callable[[], object] | None = None,
+    look: Look | None = None,
+    is_indexed: bool = False,
 ) -> Iterator[Removal]:
     """Removes checkpoints that no rule keeps, and yields each; with `dry_run`, only yields them.
 
-    One process calls this. Raises StoreError if the store fails. `look` is called directly
-    before each removal; its error forbids it.
+    One process calls this. Raises StoreError if the store fails. `look` is called directly before a
+    removal, with the names in the folder if a listing has just shown them; its error forbids it.
+    With `is_indexed` the index of the run is written at the end, where the store has use for one.
     """
+    run = listed_steps(url, options, with_bases=True)
+    steps, found = removable(run.steps, keep, time.time()), run.found
+    if found is None:
+        return
+    if found.files is None:
+        yield from _one_by_one(url, steps, options, dry_run, look)
+        return
+    with open_store(url, options) as store:
+        done, stay = _unneeded(url, store, steps, found)
+        yield from stay
+        if done and not dry_run:
+            if look is not None:
+                look(found.names() if found.is_recent else None)
+            found = remove_together(store, done, found)
+        yield from (Removal(one) for one in done)
+        if is_indexed:
+            try:
+                write_index(store, found)
+            except OSError as error:  # without an index all is right, by more requests
+                _log.info("%s: the index was not written: %s", without_secrets(url), error)
+
+
+def _unneeded(
+    url: str, store: Store, steps: Sequence[RunStep], found: Checkpoints
+) -> tuple[list[RunStep], list[Removal]]:
+    """Returns the steps from which none borrows that stays, and those that must stay."""
+    gone: set[str] = set()
+    done, stay = [], []
+    for one in steps:
+        users = [name for name in borrowers_among(found, one.name) if name not in gone]
+        try:
+            if users:
+                raise InUseError(f"{borrowing(users)} and cannot be read without it")
+            check_readable(found, store, join_url(url, one.name), one.name, gone)
+        except InUseError as error:
+            stay.append(Removal(one, str(error).removeprefix(f"{join_url(url, one.name)}: ")))
+        else:
+            gone.add(one.name)
+            done.append(one)
+    return done, stay
+
+
+def remove_together(store: Store, steps: Sequence[RunStep], found: Checkpoints) -> Checkpoints:
+    """Removes checkpoints together; returns those that are left. Raises OSError or FormatError.
+
+    All manifests go first. A save that takes one of these checkpoints as its base meanwhile finds
+    that its manifest is gone, and commits nothing; or it has committed before, the second listing
+    shows it, and the files that it needs stay.
+    """
+    files: dict[str, list[str]] = {}
+    failed: Exception | None = None
+    for one in steps:
+        there = (found.files or {}).get(one.name, {})
+        try:
+            files[one.name] = found.facts[one.name].files_among(there) or _files_of(store, one.name)
+        except (OSError, FormatError) as error:
+            failed = failed or error
+    try:
+        tags = {
+            f"{name}/{MANIFEST}": found.known[name].tag for name in files if name in found.known
+        }
+        store.delete_all([f"{name}/{MANIFEST}" for name in files], tags)
+    except OSError as error:
+        failed = failed or error
+    left = checkpoints_in(store)
+    needed = base_files(store, left)
+    if {*left.unclear} <= {*found.unclear}:
+        store.delete_all(
+            [
+                f"{name}/{file}"
+                for name, its in files.items()
+                if name not in left.facts and name not in left.unreadable
+                for file in its
+                if (name, file) not in needed.files
+                and not any(json.dumps(name).encode() in data for data in needed.damaged)
+            ]
+        )
+    if failed is not None:
+        raise failed
+    return left
+
+
+def _files_of(store: Store, name: str) -> list[str]:
+    """Returns the files that the manifest of a checkpoint names; none without a manifest."""
+    try:
+        data = read_manifest(store, f"{name}/{MANIFEST}")
+    except FileNotFoundError:
+        return []
+    return [file.name for file in load(data, f"{store.url}/{name}/{MANIFEST}").files]
+
+
+def _one_by_one(
+    url: str,
+    steps: Sequence[RunStep],
+    options: Options,
+    dry_run: bool,
+    look: Look | None,
+) -> Iterator[Removal]:
+    """Removes checkpoints on a store without a listing of all files, as `removals` does."""
     failed: Exception | None = None
     gone: set[str] | None = set() if dry_run else None
-    for one in removable(run_steps(url, storage_options=options), keep, time.time()):
+    for one in steps:
         place = join_url(url, one.name)
         needed_by = ""
         try:
-            delete_step(place, True, options, gone, look)
+            delete_step(place, True, options, gone, look and partial(look, None))
         except NotOwnerError:
             raise
         except InUseError as error:
@@ -66,13 +180,13 @@ def removals(
 
 
 class Tidying:
-    """Removals in a thread, one after the other, for one rank of a run."""
+    """Removals in a thread, one after the other, for one rank of a run; each writes the index."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._failed: tuple[str, Exception] | None = None
 
-    def begin(self, url: str, keep: Keep, options: Options, look: Callable[[], object]) -> None:
+    def begin(self, url: str, keep: Keep, options: Options, look: Look) -> None:
         """Begins to remove checkpoints that no rule keeps, once the previous removal is over.
 
         `look` raises NotOwnerError if another job owns the folder.
@@ -105,9 +219,10 @@ class Tidying:
                 stacklevel=stacklevel + 1,
             )
 
-    def _run(self, url: str, keep: Keep, options: Options, look: Callable[[], object]) -> None:
+    def _run(self, url: str, keep: Keep, options: Options, look: Look) -> None:
         try:
-            for _ in removals(url, keep, options, look=look):
+            for _ in removals(url, keep, options, look=look, is_indexed=True):
                 pass
         except Exception as error:
-            self._failed = url, error
+            if not keep.keeps_all:
+                self._failed = url, error

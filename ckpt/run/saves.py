@@ -34,7 +34,7 @@ from ckpt.run.retention import Keep
 from ckpt.run.schedule import check_seconds
 from ckpt.save_protocol import SaveOptions, StoredDtypes
 from ckpt.saving import save_with
-from ckpt.stores.store import Options
+from ckpt.stores.store import Options, local_path
 from ckpt.transfer.replica_hashes import Replicas
 from ckpt.transfer.write_job import Compress
 from sharding.errors import ArgumentError, ArgumentTypeError
@@ -259,9 +259,12 @@ class RunSaves:
         if tier is not None:
             keep, url, options = tier.keep, tier.options.folder, None
         look = self.look(tier)
-        if look is not None and not keep.keeps_all:
-            may_remove = look if tier is None else lambda: (look(), tier.steps())
-            self.tidying.begin(url, keep, options, may_remove)
+        if look is None:
+            return
+        if tier is not None:
+            self.tidying.begin(url, keep, options, lambda names: (look(), tier.steps()))
+        elif not keep.keeps_all or local_path(url) is None:  # a bucket has an index
+            self.tidying.begin(url, keep, options, self.owner.look)
 
     def _place(self) -> str:
         """Returns the folder of the last save."""

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from azure.core import MatchConditions, exceptions
 from azure.storage.blob import BlobBlock
 
-from ckpt.stores.capabilities import StoreCapabilities, Unfinished
+from ckpt.stores.capabilities import Start, StoreCapabilities, Unfinished
 from ckpt.stores.driver import (
     ANSWER_SECONDS,
     CONNECT_SECONDS,
+    Below,
     ObjectInfo,
     PartLimits,
     PastEndError,
@@ -53,6 +54,7 @@ class AzureDriver(Session):
         put_if_absent=None, atomic_replace=True, hides_unfinished=True, durable=True
     )
     part_limits = PartLimits(1 << 20, 50_000)
+    deletes_at_once = 1
     holds_answers = True
 
     def server(self) -> str:
@@ -79,6 +81,25 @@ class AzureDriver(Session):
 
         return self._run(listing())
 
+    def list_below(self, folder: str) -> list[ObjectInfo] | None:
+        """Lists the blobs below a prefix."""
+        if not folder.strip("/"):
+            return []
+        container, prefix = self._folder(folder)
+
+        async def listing() -> list[ObjectInfo] | None:
+            below, more = Below(), True
+            async for page in container.list_blobs(prefix, **_ONCE).by_page():
+                if not more:
+                    return None
+                blobs = [blob async for blob in page]
+                more = below.add(_found(blob.name[len(prefix) :], blob) for blob in blobs)
+            # Accounts with real folders also list each folder as an empty blob.
+            folders = {one.name.rpartition("/")[0] for one in below.files}
+            return [one for one in below.files if one.nbytes or one.name not in folders]
+
+        return self._run(listing())
+
     def head(self, path: str) -> ObjectInfo:
         """Returns the properties of one blob."""
         blob = self._blob(path)
@@ -102,6 +123,17 @@ class AzureDriver(Session):
             target[:] = data[: len(target)]
             data = data[len(target) :]
         return size
+
+    def get_start(self, path: str, length: int) -> Start:
+        """Reads the first bytes of a blob, with the tag of the blob that they are of."""
+
+        async def fetch() -> Start:
+            answer = await self._blob(path).download_blob(0, length, **_ONCE)
+            size = int(str(answer.properties.content_range).rpartition("/")[2])
+            tag = _quoted(answer.properties.etag)
+            return Start(bytes(await answer.readall()), size, tag)
+
+        return self._run(fetch())
 
     def get(self, path: str, limit: int) -> tuple[bytes | int, str]:
         """Reads a blob; returns its size if that is above `limit`, and its ETag."""
@@ -183,6 +215,11 @@ class AzureDriver(Session):
         )
         self._run(deleting)
 
+    def delete_all(self, paths: Mapping[str, str]) -> None:
+        """Deletes one blob."""
+        for path, tag in paths.items():
+            self.delete(path, tag)
+
     def delete_folder(self, folder: str) -> None:
         """Does nothing: a prefix has no object of its own."""
 
@@ -240,4 +277,10 @@ def _if_it_has(tag: str) -> dict[str, Any]:
 
 
 def _found(name: str, blob: Any) -> ObjectInfo:
-    return ObjectInfo(name, True, int(blob.size or 0), blob.last_modified.timestamp())
+    tag = _quoted(getattr(blob, "etag", ""))
+    return ObjectInfo(name, True, int(blob.size or 0), blob.last_modified.timestamp(), tag)
+
+
+def _quoted(etag: str | None) -> str:
+    """Returns an ETag as conditions have it. Listings have it without quotation marks."""
+    return f'"{etag.strip(chr(34))}"' if etag else ""

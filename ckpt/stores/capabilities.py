@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,16 @@ class StoreCapabilities:
     """Whether a partly written file is invisible under its name."""
     durable: bool
     """Whether a created or committed file survives a loss of power."""
+
+
+class Start(NamedTuple):
+    """The first bytes of a file."""
+
+    data: bytes
+    size: int
+    """Of the whole file."""
+    tag: str
+    """The store's mark of this content; empty in stores without one."""
 
 
 @dataclass(frozen=True, slots=True)

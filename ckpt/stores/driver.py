@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Collection, Coroutine, Iterable, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from ckpt.stores.capabilities import StoreCapabilities, Unfinished
+from ckpt.stores.capabilities import Start, StoreCapabilities, Unfinished
 from ckpt.stores.retries import ErrorClass
 from formats.errors import CorruptError
 from formats.storage import FileWriter
@@ -28,6 +28,8 @@ ANSWER_SECONDS = 60
 """A request fails if no part of its response comes for so long."""
 LONGEST_SECONDS = 300
 """A request fails after so long in any case, for example if the server reads no data."""
+FREE_PAGES = 4
+"""The pages of a listing of all files below a folder that are read in any case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,30 @@ class ObjectInfo:
     """None if the listing lacks it: a web server's page of links."""
     modified: float
     """Seconds since 1970 by the server's clock."""
+    tag: str = ""
+    """The server's mark of this content: other bytes of one name have another. Empty if unknown."""
+
+
+@dataclass(slots=True)
+class Below:
+    """A listing of all files below a folder, page by page, and the sense of going on with it.
+
+    A step of a run has two or more files, and a request to its folder costs as much as a page. So
+    the listing ends where pages do not reach more folders than there are pages.
+    """
+
+    files: list[ObjectInfo] = field(default_factory=list)
+    """Names are paths below the folder."""
+    _pages: int = 0
+    _folders: set[str] = field(default_factory=set)
+
+    def add(self, page: Iterable[ObjectInfo]) -> bool:
+        """Adds a page. Returns whether another is worth its request."""
+        for one in page:
+            self.files.append(one)
+            self._folders.add(one.name.partition("/")[0])
+        self._pages += 1
+        return self._pages <= FREE_PAGES + len(self._folders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +97,8 @@ class Driver(Protocol):
     """
 
     capabilities: StoreCapabilities
+    deletes_at_once: int
+    """The most files of one `delete_all`."""
     holds_answers: bool
     """Whether a whole response is in memory before the driver fills the buffers."""
 
@@ -80,6 +108,13 @@ class Driver(Protocol):
 
     def list_folder(self, folder: str) -> list[ObjectInfo]:
         """Lists the files and folders directly in a folder; none if the folder does not exist."""
+        ...
+
+    def list_below(self, folder: str) -> list[ObjectInfo] | None:
+        """Lists all files in a folder and in the folders below; their names are paths.
+
+        Returns None if the server has no such listing, or if it takes too long (`Below`).
+        """
         ...
 
     def head(self, path: str) -> ObjectInfo:
@@ -92,6 +127,10 @@ class Driver(Protocol):
         Returns the size of the file if it is known. Raises ShortAnswerError or PastEndError if
         there are fewer bytes.
         """
+        ...
+
+    def get_start(self, path: str, length: int) -> Start:
+        """Reads the first bytes of a file in one request; fewer if it is shorter."""
         ...
 
     def get(self, path: str, limit: int) -> tuple[bytes | int, str]:
@@ -127,6 +166,13 @@ class Driver(Protocol):
 
     def delete(self, path: str, tag: str = "") -> None:
         """Deletes a file; with a `tag` on the condition of `put`."""
+        ...
+
+    def delete_all(self, paths: Mapping[str, str]) -> None:
+        """Deletes up to `deletes_at_once` files of one bucket in one request.
+
+        Each has a tag, for the condition of `put`, or "". Raises OSError if one of them stays.
+        """
         ...
 
     def delete_folder(self, folder: str) -> None:

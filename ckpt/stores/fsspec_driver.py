@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from errno import EROFS
 from typing import IO, Any
 
-from ckpt.stores.capabilities import StoreCapabilities, Unfinished
+from ckpt.stores.capabilities import Start, StoreCapabilities, Unfinished
 from ckpt.stores.driver import ObjectInfo, PastEndError, Session, ShortAnswerError
 from ckpt.stores.retries import ErrorClass
 from formats.storage import Buffer, FileWriter
@@ -28,6 +28,7 @@ class FsspecDriver(Session):
     capabilities = StoreCapabilities(
         put_if_absent=False, atomic_replace=False, hides_unfinished=False, durable=False
     )
+    deletes_at_once = 1
     holds_answers = True
 
     def server(self) -> str:
@@ -43,6 +44,10 @@ class FsspecDriver(Session):
             for entry in self._fs.ls(folder, detail=True)
             if entry["name"].rstrip("/") != own
         ]
+
+    def list_below(self, folder: str) -> list[ObjectInfo] | None:
+        """Returns None: fsspec walks folder by folder."""
+        return None
 
     def head(self, path: str) -> ObjectInfo:
         """Returns the properties of one file."""
@@ -72,6 +77,12 @@ class FsspecDriver(Session):
             target[:] = data[: len(target)]
             data = data[len(target) :]
         return None
+
+    def get_start(self, path: str, length: int) -> Start:
+        """Reads the first bytes of a file. There are no tags."""
+        size = self._size(path)
+        data = self._fs.cat_file(path, start=0, end=min(size, length))
+        return Start(bytes(data), size, "")
 
     def get(self, path: str, limit: int) -> tuple[bytes | int, str]:
         """Reads all bytes of a file; returns its size if that is above `limit`, and no tag."""
@@ -131,6 +142,11 @@ class FsspecDriver(Session):
         """Deletes a file. There are no tags."""
         self._check_can_write(path)
         self._fs.rm_file(path)
+
+    def delete_all(self, paths: Mapping[str, str]) -> None:
+        """Deletes one file."""
+        for path in paths:
+            self.delete(path)
 
     def delete_folder(self, folder: str) -> None:
         """Deletes a folder if it is empty, on file systems with folders; never a bucket."""

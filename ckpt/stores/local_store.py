@@ -24,12 +24,12 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckpt.errors import ExistsError, StoreError
-from ckpt.stores.capabilities import StoreCapabilities, Unfinished
+from ckpt.stores.capabilities import Start, StoreCapabilities, Unfinished
 from ckpt.stores.local_writer import IO_VECTORS, LocalFileWriter, close_descriptor
 from ckpt.stores.open_files import OpenFiles
 from ckpt.stores.request_errors import UnflushedError, disk_error, explained_on_disk
@@ -102,6 +102,9 @@ class LocalStore:
             found = sorted(entry.name for entry in entries if _says(entry.is_dir))
         return [name for name in found if name != DISK_S_OWN]
 
+    def below(self) -> None:
+        """Returns None: a disk lists folder by folder."""
+
     def exists(self, name: str) -> bool:
         """Whether the folder has this file."""
         with explained_on_disk("looking at", self._shown(name)):
@@ -153,6 +156,12 @@ class LocalStore:
             if size > limit:
                 raise TooLargeError(self._shown(name), size, limit)
             return _read_range(descriptor, 0, size)
+
+    def read_start(self, name: str, length: int) -> Start:
+        """Reads the first bytes of one version of a file; fewer if it is shorter."""
+        with self._files.reading(name) as descriptor:
+            size = os.fstat(descriptor).st_size
+            return Start(_read_range(descriptor, 0, min(length, size)), size, "")
 
     def read_end(self, name: str, size: int, length: int) -> bytes:
         """Reads the last bytes of a file. Raises SizeError unless it has `size` bytes."""
@@ -318,6 +327,11 @@ class LocalStore:
         except OSError:
             pass
         return True
+
+    def delete_all(self, names: Sequence[str], tags: Mapping[str, str] | None = None) -> None:
+        """Removes files, if they exist."""
+        for name in names:
+            self.delete(name)
 
     def remove_if_empty(self) -> None:
         """Removes the folder durably if it is empty."""

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 from ckpt.budget import memory_budget
 from ckpt.errors import ExistsError, ReplacedError, StoreError
-from ckpt.stores.capabilities import StoreCapabilities, Unfinished
+from ckpt.stores.capabilities import Start, StoreCapabilities, Unfinished
 from ckpt.stores.driver import MultipartDriver, ObjectInfo, PastEndError, StreamDriver
 from ckpt.stores.request_errors import UnsupportedRequestError, UploadGoneError, explained
 from ckpt.stores.retries import ErrorClass, OverNetwork, RetryPolicy, retry_policy
@@ -44,12 +44,15 @@ from formats.storage import (
     REMOTE_READ_BYTES,
     FileWriter,
 )
+from formats.threads import Pool
 from sharding.url_secrets import cause_without_secrets, without_secrets
 
 T = TypeVar("T")
 
 _log = logging.getLogger("ckpt.stores")
 
+DELETES = 8
+"""Requests to delete files that are under way at the same time."""
 CANCEL_SECONDS = 10.0
 """The deadline of an abort after a failure or an interrupt, which waits for it."""
 
@@ -133,6 +136,14 @@ class ObjectStore(OverNetwork):
             return False
         return True
 
+    def below(self) -> dict[str, ObjectInfo] | None:
+        """Returns all files in the folder and below it by their paths, in one listing; or None."""
+        try:
+            found = self._try("listing", "", lambda: self._driver.list_below(self._root))
+        except FileNotFoundError:
+            return {}
+        return None if found is None else {one.name: one for one in found}
+
     def size(self, name: str) -> int:
         """Returns the size of a file."""
         found = self._status(name).nbytes
@@ -160,6 +171,11 @@ class ObjectStore(OverNetwork):
         if isinstance(found, int):
             raise TooLargeError(f"{self.url}/{name}", found, limit)
         return found
+
+    def read_start(self, name: str, length: int) -> Start:
+        """Reads the first bytes of a file in one request; fewer if it is shorter."""
+        path = self._path(name)
+        return self._try("reading", name, lambda: self._driver.get_start(path, length))
 
     def read_end(self, name: str, size: int, length: int) -> bytes:
         """Reads the last bytes of a file in one request. Raises SizeError unless it has `size`."""
@@ -286,6 +302,34 @@ class ObjectStore(OverNetwork):
             return tries > 1
         finally:
             self._tags.pop(name, None)
+
+    def delete_all(self, names: Sequence[str], tags: Mapping[str, str] | None = None) -> None:
+        """Removes files, if they exist: many in a request, or several requests at once.
+
+        `tags` has the tags of those that are removed only in this state. Raises the error of the
+        first one that stays.
+        """
+        self._tags.update(tags or {})
+        step = self._driver.deletes_at_once
+        groups = [names[at : at + step] for at in range(0, len(names), step)]
+        with Pool(DELETES, "ckpt-delete") as pool:
+            failed = [one for group in pool.map(self._delete_group, groups) for one in group]
+        for error in failed:
+            raise error
+
+    def _delete_group(self, names: Sequence[str]) -> list[OSError]:
+        paths = {self._path(name): self._tag(name) or "" for name in names}
+        if len(names) > 1:
+            with suppress(OSError):  # some servers lack the request; a single one tells the cause
+                self._try("deleting", names[0], lambda: self._driver.delete_all(paths))
+                return []
+        failed = []
+        for name in names:
+            try:
+                self.delete(name)
+            except OSError as error:
+                failed.append(error)
+        return failed
 
     def remove_if_empty(self) -> None:
         """Removes the folder if it is empty, on servers with folders."""

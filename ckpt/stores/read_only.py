@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from ckpt.errors import StoreError
-from ckpt.stores.capabilities import StoreCapabilities, Unfinished
+from ckpt.stores.capabilities import Start, StoreCapabilities, Unfinished
 from ckpt.stores.retries import OverNetwork
 from formats.storage import FileWriter
 from sharding.url_secrets import without_secrets
@@ -20,6 +20,8 @@ class ReadOnlyStore(OverNetwork):
     options: Mapping[str, Any]
     refusal: str
     """The end of the message of a call that writes."""
+    size: Callable[[str], int]
+    read: Callable[[str, int, int], bytes]
     capabilities = StoreCapabilities(
         put_if_absent=False, atomic_replace=True, hides_unfinished=True, durable=False
     )
@@ -30,6 +32,14 @@ class ReadOnlyStore(OverNetwork):
     def arrivals(self) -> dict[str, float]:
         """Returns nothing: the server tells no times of its files."""
         return {}
+
+    def below(self) -> None:
+        """Returns None: the server lists folder by folder."""
+
+    def read_start(self, name: str, length: int) -> Start:
+        """Reads the first bytes of a file; fewer if it is shorter."""
+        size = self.size(name)
+        return Start(self.read(name, 0, min(length, size)), size, "")
 
     def unfinished(self) -> list[Unfinished]:
         """Returns nothing: the server shows only complete files."""
@@ -58,6 +68,10 @@ class ReadOnlyStore(OverNetwork):
     def delete(self, name: str) -> bool:
         """Raises StoreError."""
         self._refuse(name)
+
+    def delete_all(self, names: Sequence[str], tags: Mapping[str, str] | None = None) -> None:
+        """Raises StoreError."""
+        self._refuse(names[0])
 
     def remove_if_empty(self) -> None:
         """Does nothing: the folder is the server's."""

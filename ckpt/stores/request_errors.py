@@ -155,8 +155,13 @@ def explained(
                 f"{place}: {doing} it failed: its parts are gone ({said}): a rule of the bucket, "
                 "`ckpt gc` or another program has aborted the upload; save again"
             )
-        case ErrorClass.DENIED | ErrorClass.STALE | ErrorClass.SKEWED:
-            return AccessDeniedError(f"{place}: {doing} it was denied ({said}); {_REMEDIES[kind]}")
+        case ErrorClass.DENIED | ErrorClass.STALE | ErrorClass.SKEWED | ErrorClass.ARCHIVED:
+            denied = AccessDeniedError(
+                f"{place}: {doing} it was denied ({said}); {_REMEDIES[kind]}"
+            )
+            if kind in (ErrorClass.DENIED, ErrorClass.ARCHIVED):
+                denied.errno = errno.EACCES  # as on a disk: this file alone may be out of reach
+            return denied
         case _ if kind in _REMEDIES:
             return StoreError(f"{place}: {doing} it failed ({said}); {_REMEDIES[kind]}")
         case ErrorClass.PASSING if isinstance(error, CorruptError):

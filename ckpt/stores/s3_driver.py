@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,8 +19,9 @@ import aiohttp
 from aiobotocore.session import AioSession
 from botocore import exceptions
 
-from ckpt.stores.capabilities import StoreCapabilities, Unfinished
+from ckpt.stores.capabilities import Start, StoreCapabilities, Unfinished
 from ckpt.stores.driver import (
+    Below,
     ObjectInfo,
     PartLimits,
     PastEndError,
@@ -110,6 +111,7 @@ class S3Driver(Session):
         put_if_absent=None, atomic_replace=True, hides_unfinished=True, durable=True
     )
     part_limits = PartLimits(5 << 20, 10_000)
+    deletes_at_once = 1000
     holds_answers = False
 
     def __init__(self, file_system: Any) -> None:
@@ -135,9 +137,23 @@ class S3Driver(Session):
                 found.append(ObjectInfo(name, False, 0, 0.0))
             for entry in page.get("Contents", ()):
                 if name := entry["Key"][len(prefix) :]:  # some servers have an object for a folder
-                    modified = entry["LastModified"].timestamp()
-                    found.append(ObjectInfo(name, True, int(entry["Size"]), modified))
+                    found.append(_found(name, entry))
         return found
+
+    def list_below(self, folder: str) -> list[ObjectInfo] | None:
+        """Lists the objects below a prefix, without a delimiter."""
+        bucket, prefix = self._folder(folder)
+        if not bucket:
+            return []
+        below, more = Below(), True
+        for page in self._pages(
+            "list_objects_v2", "ContinuationToken", "NextContinuationToken", bucket, prefix, ""
+        ):
+            if not more:
+                return None
+            keys = [(entry["Key"][len(prefix) :], entry) for entry in page.get("Contents", ())]
+            more = below.add(_found(key, entry) for key, entry in keys if key[-1:] not in ("", "/"))
+        return below.files
 
     def head(self, path: str) -> ObjectInfo:
         """Returns the properties of one object."""
@@ -170,6 +186,19 @@ class S3Driver(Session):
             return size
 
         found: int = self._do("get_object", path, take, Range=f"bytes={offset}-{last}")
+        return found
+
+    def get_start(self, path: str, length: int) -> Start:
+        """Reads the first bytes of an object, with the ETag of the object that they are of."""
+
+        async def take(answer: Any) -> Start:
+            data = bytearray(int(answer["ContentLength"]))
+            sent = _RANGE.fullmatch(answer.get("ContentRange", ""))
+            size = len(data) if sent is None else int(sent[3])
+            await _fill(answer["Body"], [memoryview(data)])
+            return Start(bytes(data[:length]), size, str(answer.get("ETag", "")))
+
+        found: Start = self._do("get_object", path, take, Range=f"bytes=0-{length - 1}")
         return found
 
     def get(self, path: str, limit: int) -> tuple[bytes | int, str]:
@@ -251,6 +280,18 @@ class S3Driver(Session):
         condition: dict[str, Any] = {"IfMatch": tag} if tag else {}
         self._do("delete_object", path, **condition)
 
+    def delete_all(self, paths: Mapping[str, str]) -> None:
+        """Deletes objects of one bucket in one request. Raises OSError if one of them stays."""
+        (bucket,) = {self._split(path)[0] for path in paths}
+        keys = [
+            {"Key": self._split(path)[1], **({"ETag": tag} if tag else {})}
+            for path, tag in paths.items()
+        ]
+        listed = {"Objects": keys, "Quiet": True}
+        answer = self._call("delete_objects", Bucket=bucket, Delete=listed)
+        for error in answer.get("Errors", ()):
+            raise OSError(f"{error.get('Key')}: {error.get('Code')}: {error.get('Message')}")
+
     def delete_folder(self, folder: str) -> None:
         """Does nothing: a prefix has no object of its own."""
 
@@ -296,13 +337,22 @@ class S3Driver(Session):
         return bucket, path[len(bucket) + 1 :]
 
     def _pages(
-        self, method: str, told: str, following: str, bucket: str, prefix: str
+        self,
+        method: str,
+        told: str,
+        following: str,
+        bucket: str,
+        prefix: str,
+        delimiter: str = "/",
     ) -> Iterator[Any]:
-        page = self._call(method, Bucket=bucket, Prefix=prefix, Delimiter="/")
+        """Yields the pages of a listing. A page is requested when it is asked for."""
+        ask = partial(self._call, method, Bucket=bucket, Prefix=prefix)
+        if delimiter:
+            ask = partial(ask, Delimiter=delimiter)
+        page = ask()
         yield page
         while page.get("IsTruncated") and page.get(following):
-            more = {told: page[following]}
-            page = self._call(method, Bucket=bucket, Prefix=prefix, Delimiter="/", **more)
+            page = ask(**{told: page[following]})
             yield page
 
     def _do(
@@ -331,6 +381,12 @@ class S3Driver(Session):
             return answer if take is None else await take(answer)
 
         return in_loop(self._fs.loop, call())
+
+
+def _found(name: str, entry: Mapping[str, Any]) -> ObjectInfo:
+    """Returns an object of a listing."""
+    tag = str(entry.get("ETag", ""))
+    return ObjectInfo(name, True, int(entry["Size"]), entry["LastModified"].timestamp(), tag)
 
 
 def _check_options(file_system: Any) -> None:

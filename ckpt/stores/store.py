@@ -16,20 +16,23 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote
 
 from ckpt.errors import StoreError
 from ckpt.live.address import TOKEN, is_live
-from ckpt.stores.capabilities import StoreCapabilities, Unfinished
+from ckpt.stores.capabilities import Start, StoreCapabilities, Unfinished
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.request_errors import explained_on_disk
 from formats.storage import FileWriter, Reader
 from sharding.errors import ArgumentError
 from sharding.url_secrets import cause_without_secrets, without_secrets
+
+if TYPE_CHECKING:
+    from ckpt.stores.driver import ObjectInfo
 
 Options = Mapping[str, Any] | None
 """Options of a driver: addresses, credentials. Never show or log them."""
@@ -59,6 +62,14 @@ class Store(Reader, Protocol):
         """Returns the folders directly in the folder, sorted."""
         ...
 
+    def below(self) -> dict[str, ObjectInfo] | None:
+        """Returns all files in the folder and below it, by their paths, in one listing.
+
+        Returns None if that takes as long as a listing of each folder: on disks, on servers without
+        such a listing, and above folders with very many files.
+        """
+        ...
+
     def exists(self, name: str) -> bool:
         """Whether the folder has this file."""
         ...
@@ -81,6 +92,10 @@ class Store(Reader, Protocol):
         `check` is called directly before the file gets its name, and again before each further
         try; its error leaves things as they are.
         """
+        ...
+
+    def read_start(self, name: str, length: int) -> Start:
+        """Reads the first bytes of a file; fewer if it is shorter. Raises FileNotFoundError."""
         ...
 
     def modified(self, name: str) -> float:
@@ -115,6 +130,14 @@ class Store(Reader, Protocol):
 
         Raises ReplacedError if another program has replaced it since this store has read it, as far
         as the store has conditions for that.
+        """
+        ...
+
+    def delete_all(self, names: Sequence[str], tags: Mapping[str, str] | None = None) -> None:
+        """Removes files, if they exist, in as few requests as the store can.
+
+        `tags`, by name, are those of `below`: such a file is removed in this state alone, as far as
+        the store has conditions for that. Raises the error of the first file that stays.
         """
         ...
 

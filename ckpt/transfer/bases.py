@@ -12,22 +12,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ckpt.errors import InUseError, NotACheckpointError, StoreError
 from ckpt.stores.store import Options, Store, one_spelling, open_store, split_url
-from formats.errors import CorruptError, FormatError
+from ckpt.transfer.facts import Checkpoints, Facts, checkpoints_in
+from formats.errors import CorruptError
 from formats.native.borrowed import kept
-from formats.native.manifest import MANIFEST, Base, load, read_manifest
+from formats.native.manifest import Base, read_manifest
 from formats.native.reader import Lender
 from sharding.errors import ArgumentError, listed
 from sharding.url_secrets import without_secrets
 
 SHOWN_NAMES = 5
-HEAD_BYTES = 128
-"""The bytes of a manifest that show its version; version 1 borrows no chunks."""
+_STEP = re.compile(r"step-(\d{1,18})")
 
 
 def folder_beside(url: str | os.PathLike[str], base: str | os.PathLike[str]) -> str:
@@ -114,14 +115,56 @@ def manifest_now(url: str, options: Options = None) -> bytes | None:
             return None
 
 
-def check_unused(url: str | os.PathLike[str], options: Options = None) -> None:
-    """Raises InUseError if a checkpoint beside this one borrows from it."""
-    found = dependents(url, options)
-    if found:
-        raise InUseError(
-            f"{os.fspath(url)}: {borrowing(found)} and cannot be read without it: first delete "
-            "each checkpoint that borrows, or make it whole with `ckpt convert`"
-        )
+def check_unused(
+    url: str | os.PathLike[str],
+    options: Options = None,
+    gone: Collection[str] = (),
+    before: Checkpoints | None = None,
+) -> Checkpoints:
+    """Returns the checkpoints beside this one, of which none borrows from it. Raises InUseError.
+
+    Those named in `gone` do not count. One that cannot be read counts if it may borrow
+    (`_may_need`), unless it was there at an earlier look, `before`.
+    """
+    parent, name = split_url(one_spelling(url))
+    with open_store(parent, options) as store:
+        found = checkpoints_in(store)
+        users = [one for one in borrowers_among(found, name) if one not in gone]
+        if users:
+            raise InUseError(
+                f"{os.fspath(url)}: {borrowing(users)} and cannot be read without it: first delete "
+                "each checkpoint that borrows, or make it whole with `ckpt convert`"
+            )
+        check_readable(found, store, url, name, gone if before is None else {*before.unclear})
+    return found
+
+
+def check_readable(
+    found: Checkpoints, store: Store, url: str | os.PathLike[str], name: str, gone: Collection[str]
+) -> None:
+    """Raises InUseError if a checkpoint that cannot be read may borrow from this one."""
+    for other, reason in found.unclear.items():
+        if (
+            other != name
+            and other not in gone
+            and _may_need(other, found.written(store, other), name, found.written(store, name))
+        ):
+            raise InUseError(
+                f"{os.fspath(url)}: {other} beside it cannot be read, and may borrow from it "
+                f"({reason}): make that one readable, or delete it, first"
+            )
+
+
+def _may_need(other: str, other_written: float | None, name: str, written: float | None) -> bool:
+    """Whether a checkpoint that cannot be read may borrow from another, by steps or times.
+
+    A base is an earlier step than its borrowers. Of other checkpoints it was written before them.
+    A copy changes times, also one that moves an object to another class of storage.
+    """
+    steps = [_STEP.fullmatch(one) for one in (other, name)]
+    if steps[0] is not None and steps[1] is not None:
+        return int(steps[0][1]) > int(steps[1][1])
+    return written is None or other_written is None or other_written >= written
 
 
 def borrowing(names: Sequence[str]) -> str:
@@ -143,7 +186,19 @@ def dependents(url: str | os.PathLike[str], options: Options = None) -> list[str
 def borrowers(parent: str, name: str, options: Options) -> list[str]:
     """Returns the names of the folders in `parent` that borrow from the one of a name, sorted."""
     with open_store(parent, options) as store:
-        return [folder for folder in store.folders() if _borrows(store, folder, name)]
+        return borrowers_among(checkpoints_in(store), name)
+
+
+def borrowers_among(found: Checkpoints, name: str) -> list[str]:
+    """Returns the names of the checkpoints that borrow from the one of a name, sorted."""
+    facts = found.facts.items()
+    return [folder for folder, one in facts if folder != name and _borrows(one, name)]
+
+
+def _borrows(facts: Facts, name: str) -> bool:
+    if facts.damaged:  # a damaged manifest counts as borrowing if it has the name
+        return _quoted(name) in facts.damaged
+    return any(base.folder == name for base in facts.bases or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,25 +208,40 @@ class BaseFiles:
     files: frozenset[tuple[str, str]]
     """The needed files: folder and name."""
     damaged: tuple[bytes, ...]
-    """Manifests that cannot be read: all files of folders that they seem to name are needed."""
+    """Manifests that are damaged: all files of folders that they seem to name are needed."""
+    unreadable: Mapping[str, float | None]
+    """When the checkpoints that cannot be read were written at the latest: older files may be
+    needed by them."""
 
-    def cover(self, folder: str, file: str) -> bool:
-        """Returns whether a checkpoint needs this file."""
+    def cover(self, folder: str, file: str, written: float | None = None) -> bool:
+        """Returns whether a checkpoint needs this file, which was last written at this time."""
         named = _quoted(folder)
-        return (folder, file) in self.files or any(named in data for data in self.damaged)
+        return (
+            (folder, file) in self.files
+            or any(named in data for data in self.damaged)
+            or any(
+                _may_need(name, time, folder, written)
+                for name, time in self.unreadable.items()
+                if name != folder
+            )
+        )
 
 
-def base_files(parent: Store) -> BaseFiles:
-    """Returns the files that checkpoints in folders directly below `parent` borrow from."""
-    files: set[tuple[str, str]] = set()
-    damaged = []
-    for folder in parent.folders():
-        found = _bases_of(parent, folder)
-        if isinstance(found, bytes):
-            damaged.append(found)
-        else:
-            files |= {(base.folder, file.name) for base in found for file in base.files}
-    return BaseFiles(frozenset(files), tuple(damaged))
+def base_files(parent: Store, found: Checkpoints | None = None) -> BaseFiles:
+    """Returns the files that checkpoints in folders directly below `parent` borrow from.
+
+    `found` are these checkpoints, if they are known.
+    """
+    found = checkpoints_in(parent) if found is None else found
+    files = {
+        (base.folder, file.name)
+        for facts in found.facts.values()
+        for base in facts.bases or ()
+        for file in base.files
+    }
+    damaged = tuple(facts.damaged for facts in found.facts.values() if facts.damaged)
+    unreadable = {name: found.written(parent, name) for name in found.unclear}
+    return BaseFiles(frozenset(files), damaged, unreadable)
 
 
 def base_files_beside(
@@ -181,29 +251,6 @@ def base_files_beside(
     parent, name = split_url(one_spelling(url))
     with open_store(parent, options) as store:
         return base_files(store), name
-
-
-def _borrows(store: Store, folder: str, name: str) -> bool:
-    found = () if folder == name else _bases_of(store, folder)
-    if isinstance(found, bytes):  # a damaged manifest counts as borrowing if it has the name
-        return _quoted(name) in found
-    return any(base.folder == name for base in found)
-
-
-def _bases_of(store: Store, folder: str) -> tuple[Base, ...] | bytes:
-    """Returns the bases of the checkpoint in a folder; its whole manifest if that is damaged."""
-    manifest = f"{folder}/{MANIFEST}"
-    try:
-        with suppress(CorruptError):  # a shorter manifest is read whole
-            if b'"version":1,' in store.read(manifest, 0, HEAD_BYTES):
-                return ()
-        data = read_manifest(store, manifest)
-    except FileNotFoundError:
-        return ()
-    try:
-        return tuple(base for base in load(data, f"{store.url}/{manifest}").bases if base)
-    except FormatError:
-        return data
 
 
 def _quoted(folder: str) -> bytes:

@@ -7,8 +7,8 @@ Rules:
    file that no manifest names is therefore a left-over, and `ckpt.gc` may remove it.
 3. A base that another checkpoint borrows from stays. An incremental save looks for its base after
    the commit, and withdraws its manifest if the base is gone. A delete looks for dependents after
-   it has withdrawn the manifest, and restores it if it finds one. The later of the two always sees
-   the earlier.
+   it has withdrawn the manifest, and restores it if it finds one; a removal of several steps leaves
+   the files instead. The later of the two always sees the earlier.
 4. A call that fails before the manifest has its name fails the save, and there is no new
    checkpoint. After that the checkpoint is complete: a failure is a warning, and what it leaves is
    for `ckpt.gc`. Until the manifest's name is durable the replaced checkpoint's files stay.
@@ -99,14 +99,19 @@ def commit(
 
     is_durable = True
     for left in reversed(range(REPLACING)):
-        old, tries = _committed(store) if overwrite else None, 0
+        # The place of a new step of a run is empty, as the listing has shown.
+        is_seen = overwrite and (MANIFEST in names or base is not None or left < REPLACING - 1)
+        old, tries = _committed(store) if is_seen else None, 0
         try:
-            store.commit(MANIFEST, data, overwrite, check)
+            store.commit(MANIFEST, data, is_seen, check)
             break
         except UnflushedError as error:
             is_durable = False
             warn(NotDurableWarning(f"{error}; the checkpoint is complete"), stacklevel=2)
             break
+        except ExistsError:
+            if is_seen or not overwrite:
+                raise
         except ReplacedError:
             # Another save has replaced `old` meanwhile, and the store refused to replace that one.
             # After a lost answer it may have replaced this save's manifest, and removed its files.
@@ -207,7 +212,7 @@ def withdraw(store: Store, data: bytes, look: Callable[[], object] | None = None
         StoreError: the store failed. The manifest is in its place, or the message says that it is
             gone and its files stay.
     """
-    check_unused(store.url, store.options)
+    before = check_unused(store.url, store.options)
     now = manifest_now(store.url, store.options)
     if now != data and now is not None:
         raise ReplacedError(
@@ -220,7 +225,7 @@ def withdraw(store: Store, data: bytes, look: Callable[[], object] | None = None
         return False
     try:
         store.flush()
-        check_unused(store.url, store.options)
+        check_unused(store.url, store.options, before=before)
     except (OSError, FormatError) as error:
         try:
             store.commit(MANIFEST, data, replace=False)

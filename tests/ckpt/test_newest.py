@@ -15,7 +15,8 @@ import xxhash
 from fsspec.implementations.memory import MemoryFileSystem
 
 import ckpt
-from ckpt.newest import HEAD_BYTES, committed
+from ckpt.newest import committed
+from ckpt.transfer.facts import HEAD_BYTES
 
 
 def save(folder: Path, value: float = 0.0, **options: object) -> Path:
@@ -224,7 +225,7 @@ def test_what_may_not_be_read_does_not_keep_the_sound_from_being_found(
     sound, other = save(tmp_path / "step-1"), save(tmp_path / "step-2")
     bad = other if closed == "folder" else other / "manifest.json"
     bad.chmod(0)
-    with powerless(tmp_path), pytest.warns(ckpt.FallbackWarning, match=r"denied.*step-2") as warned:
+    with powerless(tmp_path), pytest.warns(ckpt.FallbackWarning, match=r"step-2.*denied") as warned:
         assert ckpt.latest(tmp_path) == str(sound)
     (warning,) = (entry.message for entry in warned)
     assert isinstance(warning, ckpt.FallbackWarning)

@@ -1,0 +1,415 @@
+"""The checkpoints in a folder, and the facts of their manifests that others of the folder need.
+
+Rules:
+
+1. A checkpoint exists if its manifest does, in the listing of the moment. Nothing else makes one
+   exist, or hides one.
+2. In a bucket one listing shows all manifests, with their sizes and tags. A manifest of the same
+   size and tag has the same bytes: this process, or an earlier one through the index, knows its
+   facts. Only the others are read, several at once. A disk has no tags, and each is read.
+3. The index is a file in the folder of a run, written after saves. It is a cache: without it, with
+   an old or a damaged one, the facts are the same, by more requests (decision 041).
+4. A manifest that cannot be read although the store answers concerns its own checkpoint alone.
+   A missing permission, an archive class and an error of one file of a disk are such reasons.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import re
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import xxhash
+
+from ckpt.stores.store import Store
+from formats.errors import CorruptError, FormatError, UnsupportedError
+from formats.limits import current
+from formats.native.manifest import (
+    DIGEST_KEY,
+    MANIFEST,
+    Base,
+    BaseFile,
+    Manifest,
+    load,
+    read_manifest,
+)
+from formats.threads import Pool
+
+if TYPE_CHECKING:
+    from ckpt.stores.driver import ObjectInfo
+
+INDEX = "ckpt-index.json"
+"""The name of the index in the folder of a run."""
+INDEX_VERSION = 1
+HEAD_BYTES = 1 << 16
+"""Bytes of a manifest that are read first: they have the writer's metadata and, except with very
+many ranks, the names of the files."""
+LONG_HEAD_BYTES = 1 << 20
+"""Bytes that are read if the writer's metadata is longer."""
+WORKERS = 8
+"""Manifests that are read at the same time: a server takes time to answer."""
+FEW = 2
+"""So many unknown manifests are read without a look into the index."""
+REMEMBERED = 16
+"""The most folders whose facts this process remembers."""
+SHARED_CHARS = 24
+"""Longer texts stand once in an index, however many checkpoints have them."""
+_SHARD = re.compile(r"([0-9a-f]{16})-[0-9]{5,}\.safetensors")
+_OWN_REASONS = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EIO)
+"""The errors of a disk that may concern one file alone."""
+
+_log = logging.getLogger("ckpt.stores")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The facts of one manifest."""
+
+    metadata: Mapping[str, str]
+    """The writer's and the user's; empty if the manifest is damaged."""
+    bases: tuple[Base, ...] | None
+    """The checkpoints that it borrows from; None if that is unknown."""
+    shards: Mapping[str, int] | None
+    """The number of its files by the first 16 digits of their names, which each attempt to save
+    has of its own; None if that is unknown, or if it has files of other names."""
+    damaged: bytes = b""
+    """The whole manifest if it is damaged behind its metadata."""
+
+    def files_among(self, names: Iterable[str]) -> list[str] | None:
+        """Returns the files of the checkpoint among the names in its folder; None if unknown."""
+        if self.shards is None:
+            return None
+        found: Counter[str] = Counter()
+        files = []
+        for name in names:
+            matched = _SHARD.fullmatch(name)
+            if matched is not None and matched[1] in self.shards:
+                found[matched[1]] += 1
+                files.append(name)
+        return files if found == self.shards else None
+
+
+class Known(NamedTuple):
+    """The facts of a manifest with this size and tag."""
+
+    size: int
+    tag: str
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """The checkpoints directly in a folder, at the moment of a listing."""
+
+    facts: Mapping[str, Facts]
+    """By the names of their folders, sorted."""
+    unreadable: Mapping[str, OSError]
+    """The reasons why other folders cannot be read."""
+    files: Mapping[str, Mapping[str, ObjectInfo]] | None
+    """The files of each folder by name, and of this one itself under ""; None if the store lists
+    folder by folder."""
+    known: Mapping[str, Known]
+    """Those of `facts` that are as the listing shows them."""
+    is_recent: bool = True
+    """Whether hardly any manifest was read after the listing, so that it is of this moment."""
+
+    @property
+    def unclear(self) -> dict[str, str]:
+        """The reasons why it is unknown of which others some need files."""
+        found = {name: str(error) for name, error in self.unreadable.items()}
+        for name, facts in self.facts.items():
+            if facts.bases is None and not facts.damaged:
+                found[name] = "its manifest is damaged"
+        return found
+
+    def names(self) -> list[str] | None:
+        """Returns the files directly in the folder itself; None if the listing lacks them."""
+        return None if self.files is None else [*self.files[""]]
+
+    def written(self, store: Store, folder: str) -> float | None:
+        """Returns when the manifest in a folder was written at the latest; None if unknown."""
+        if self.files is not None:
+            seen = self.files.get(folder, {}).get(MANIFEST)
+            return None if seen is None else seen.modified
+        for name in (f"{folder}/{MANIFEST}", folder):
+            with suppress(OSError):
+                return store.modified(name)
+        return None
+
+
+def checkpoints_in(store: Store, with_bases: bool = True) -> Checkpoints:
+    """Returns the checkpoints directly in a folder. Raises OSError if the store fails.
+
+    Without `with_bases` the bases and files of a checkpoint may be unknown, where a server would
+    have to read a manifest a second time for them.
+    """
+    listing = store.below()
+    files: dict[str, dict[str, ObjectInfo]] | None = None
+    known: dict[str, Known] = {}
+    there: dict[str, ObjectInfo] = {}
+    if listing is None:
+        names = store.folders()
+    else:
+        files = {"": {}}
+        for path, one in listing.items():
+            folder, _, name = path.rpartition("/")
+            files.setdefault(folder, {})[name] = one
+            if name == MANIFEST and folder and "/" not in folder:
+                there[folder] = one
+        names = sorted(there)
+        known = _known(store, there, INDEX in files[""], with_bases)
+    unknown = [name for name in names if name not in known]
+    with Pool(WORKERS, "ckpt-list") as pool:
+        found_now = pool.map(partial(_read, store, with_bases), unknown)
+        read = dict(zip(unknown, found_now, strict=True))
+    facts, unreadable = {}, {}
+    for name in names:
+        found = known.get(name) or read[name]
+        if isinstance(found, OSError):
+            unreadable[name] = found
+        elif found is not None:
+            facts[name] = found.facts
+            seen = there.get(name)
+            if seen is not None and seen.tag and found[:2] == (seen.nbytes, seen.tag):
+                known[name] = found
+    if files is not None:
+        _remember(str(store.url), known)
+    return Checkpoints(facts, unreadable, files, known, len(unknown) <= FEW)
+
+
+def concerns_one_file(error: OSError) -> bool:
+    """Whether an error may concern one file alone, and not the whole store."""
+    return error.errno in _OWN_REASONS
+
+
+def _read(store: Store, with_bases: bool, folder: str) -> Known | OSError | None:
+    """Returns the facts of the manifest in a folder; None without one.
+
+    Returns the error of a manifest that cannot be read (rule 4).
+    """
+    name = f"{folder}/{MANIFEST}"
+    try:
+        head, size, tag = store.read_start(name, HEAD_BYTES)
+        facts = _facts_in(head)
+        if not facts.metadata and size > HEAD_BYTES:
+            head, size, tag = store.read_start(name, LONG_HEAD_BYTES)
+            facts = _facts_in(head)
+        if with_bases and facts.bases is None:
+            data = head if len(head) == size else read_manifest(store, name)
+            facts = _facts_of(data, facts.metadata, f"{store.url}/{name}")
+            tag = tag if data is head else ""
+        return Known(size, tag, facts)
+    except FileNotFoundError:
+        return None
+    except FormatError:  # the place is no file, or an empty one
+        return Known(0, "", Facts({}, None, None))
+    except OSError as error:
+        if not concerns_one_file(error):
+            raise
+        return error
+
+
+def _facts_in(head: bytes) -> Facts:
+    """Returns the facts in the start of a manifest, which may be damaged."""
+    text = head.decode("utf-8", "replace")
+    known = _leading(text)
+    metadata = known.get("writer")
+    if metadata is None:
+        metadata = _writer_anywhere(text)
+    if not isinstance(metadata, dict):
+        metadata = {}
+    # A manifest without bases goes on with its meshes. Names of bases are read from a manifest
+    # whose digest was compared: a changed bit would make a base that is in use look free.
+    bases = () if "meshes" in known and "bases" not in known else None
+    shards = _shards(row[0] for row in known["files"]) if _is_table(known.get("files")) else None
+    return Facts(_texts(metadata), bases, shards)
+
+
+def _facts_of(data: bytes, metadata: Mapping[str, str], file: str) -> Facts:
+    """Returns the facts of a whole manifest."""
+    try:
+        manifest: Manifest = load(data, file)
+    except FormatError:
+        return Facts(metadata, None, None, data)
+    bases = tuple(base for base in manifest.bases if base is not None)
+    return Facts(_texts(manifest.writer), bases, _shards(one.name for one in manifest.files))
+
+
+def _leading(text: str) -> dict[str, Any]:
+    """Returns the first entries of a JSON object without spaces, up to its files, or a cut."""
+    decoder, found, at = json.JSONDecoder(), dict[str, Any](), 1
+    try:
+        while text[at - 1] in "{," and "files" not in found:
+            key, at = decoder.raw_decode(text, at)
+            if text[at] != ":" or not isinstance(key, str):
+                break
+            value, at = decoder.raw_decode(text, at + 1)
+            found[key] = value
+            at += 1
+    except (ValueError, IndexError, RecursionError):
+        pass
+    return found
+
+
+def _writer_anywhere(text: str) -> object:
+    """Returns the writer's metadata in a manifest whose beginning is damaged."""
+    at = text.find('"writer":')
+    if at < 0:
+        return None
+    try:
+        return json.JSONDecoder().raw_decode(text, at + len('"writer":'))[0]
+    except (ValueError, RecursionError):
+        return None
+
+
+def _texts(metadata: Mapping[str, object]) -> dict[str, str]:
+    return {key: value for key, value in metadata.items() if isinstance(value, str)}
+
+
+def _is_table(rows: object) -> bool:
+    return isinstance(rows, list) and all(
+        isinstance(row, list) and row and isinstance(row[0], str) for row in rows
+    )
+
+
+def _shards(names: Iterable[str]) -> dict[str, int] | None:
+    """Returns the number of files by attempt; None with files of other names."""
+    matched = [_SHARD.fullmatch(name) for name in names]
+    return (
+        dict(Counter(one[1] if one is not None else "" for one in matched))
+        if all(matched)
+        else None
+    )
+
+
+# [Note: remembered facts] The facts of manifests by folder, size and tag, for the next listing of
+# this process. They are as good as the manifests themselves, because a tag is of one content.
+_memory: OrderedDict[str, Mapping[str, Known]] = OrderedDict()
+_indexed: dict[str, Mapping[str, Known]] = {}
+"""The content of the index of each remembered folder, as it was last read or written."""
+_lock = threading.Lock()
+
+
+def forget() -> None:
+    """Forgets all facts, as a new process does."""
+    with _lock:
+        _memory.clear()
+        _indexed.clear()
+
+
+def _remember(url: str, known: Mapping[str, Known]) -> None:
+    with _lock:
+        _memory[url] = known
+        _memory.move_to_end(url)
+        while len(_memory) > REMEMBERED:
+            _indexed.pop(_memory.popitem(last=False)[0], None)
+
+
+def _known(
+    store: Store, there: Mapping[str, ObjectInfo], has_index: bool, with_bases: bool
+) -> dict[str, Known]:
+    """Returns the checkpoints whose manifests have known facts, from memory or the index."""
+
+    def same(one: Known | None, seen: ObjectInfo) -> bool:
+        if one is None or not seen.tag or one[:2] != (seen.nbytes, seen.tag):
+            return False
+        return not with_bases or one.facts.bases is not None or bool(one.facts.damaged)
+
+    with _lock:
+        sources = [_memory.get(str(store.url), {})]
+    known = {
+        name: sources[0][name] for name, seen in there.items() if same(sources[0].get(name), seen)
+    }
+    if has_index and len(there) - len(known) > FEW:
+        index = _read_index(store)
+        more = (name for name, seen in there.items() if same(index.get(name), seen))
+        known |= {name: index[name] for name in more if name not in known}
+    return known
+
+
+def _read_index(store: Store) -> Mapping[str, Known]:
+    """Returns the checkpoints in the index of a folder; none if it cannot be used."""
+    index: dict[str, Known] = {}
+    try:
+        index = _index_in(store.read_whole(INDEX, current().manifest_bytes))
+    except (
+        OSError,
+        FormatError,
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        RecursionError,
+    ) as error:
+        _log.debug("%s/%s: not used: %s: %s", store, INDEX, type(error).__name__, error)
+    with _lock:
+        _indexed[str(store.url)] = index
+    return index
+
+
+def write_index(store: Store, found: Checkpoints) -> None:
+    """Writes the index of a folder if it lacks facts that are known now. Raises OSError.
+
+    A run's rank 0 calls this after a commit. Of two processes that write it at once, one wins.
+    """
+    sound = {name: one for name, one in found.known.items() if one.facts.bases is not None}
+    with _lock:
+        before = _indexed.get(str(store.url))
+    if found.files is None or not sound or before == sound:
+        return
+    store.commit(INDEX, _index_of(sound), replace=True)
+    with _lock:
+        _indexed[str(store.url)] = sound
+
+
+def _index_of(known: Mapping[str, Known]) -> bytes:
+    """Returns the bytes of an index."""
+    shared: dict[str, int] = {}
+
+    def text(value: str) -> str | int:
+        return value if len(value) < SHARED_CHARS else shared.setdefault(value, len(shared))
+
+    steps = {}
+    for name, (size, tag, facts) in known.items():
+        metadata = {key: text(value) for key, value in facts.metadata.items()}
+        bases = [
+            [base.folder, [[file.name, file.rank, file.size] for file in base.files]]
+            for base in facts.bases or ()
+        ]
+        steps[name] = [size, tag, metadata, bases, facts.shards]
+    body = json.dumps(
+        {"format": "ckpt-index", "version": INDEX_VERSION, "steps": steps, "texts": [*shared]},
+        separators=(",", ":"),
+    ).encode()
+    return DIGEST_KEY + xxhash.xxh3_128_hexdigest(body).encode() + b'",' + body[1:]
+
+
+def _index_in(data: bytes) -> dict[str, Known]:
+    """Returns the content of an index. Raises FormatError or an error of its content."""
+    start = len(DIGEST_KEY) + 32
+    body = b"{" + data[start + 2 :]
+    if data[:start] != DIGEST_KEY + xxhash.xxh3_128_hexdigest(body).encode():
+        raise CorruptError("its bytes do not have the digest that they claim")
+    content = json.loads(body)
+    if content["version"] != INDEX_VERSION:
+        raise UnsupportedError(f"it has the version {content['version']}")
+    texts = content["texts"]
+    found = {}
+    for name, (size, tag, metadata, bases, shards) in content["steps"].items():
+        facts = Facts(
+            {key: texts[one] if isinstance(one, int) else one for key, one in metadata.items()},
+            tuple(
+                Base(folder, tuple(BaseFile(*file) for file in files)) for folder, files in bases
+            ),
+            shards,
+        )
+        found[name] = Known(size, tag, facts)
+    return found

@@ -1,0 +1,363 @@
+"""A run in a bucket: how many requests it takes, its index, and steps that cannot be read."""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.newest import newest_sound
+from ckpt.run.history import listed_steps
+from ckpt.run.removal import removals, remove_together
+from ckpt.stores.store import join_url, open_store
+from ckpt.transfer import facts
+from ckpt.transfer.facts import INDEX
+from tests.selection import slow
+from tests.stores.fault_proxy import FaultProxy
+from tests.stores.faults import Fault, Request
+from tests.stores.places import Place, place_at
+from tests.stores.server import Server, s3_client
+
+
+@pytest.fixture(autouse=True)
+def as_a_new_process() -> None:
+    facts.forget()
+
+
+@pytest.fixture
+def proxy(moto: Server) -> Iterator[FaultProxy]:
+    with FaultProxy(moto) as opened:
+        yield opened
+
+
+def state() -> dict[str, Any]:
+    return {"w": torch.arange(100.0), "m": torch.zeros(5, 5)}
+
+
+def opened(url: str, options: Any, **how: Any) -> ckpt.Checkpointer:
+    return ckpt.Checkpointer(url, every_steps=1, blocking=True, storage_options=options, **how)
+
+
+def copied(server: Server, folder: str, steps: range) -> None:
+    """Copies the checkpoint of step 1 to other steps, on the server."""
+    client = s3_client(server)
+    found = client.list_objects_v2(Bucket=server.bucket, Prefix=f"{folder}/step-1/")["Contents"]
+    for step in steps:
+        for one in found:
+            name = one["Key"].rpartition("/")[2]
+            source = {"Bucket": server.bucket, "Key": one["Key"]}
+            client.copy_object(
+                Bucket=server.bucket, Key=f"{folder}/step-{step}/{name}", CopySource=source
+            )
+
+
+def kind_of(request: Request) -> str:
+    """The method of a request and the file that it concerns; a listing is LIST."""
+    path, _, query = request.target.partition("?")
+    if request.method == "GET" and ("list-type" in query or "uploads" in query):
+        return "LIST"
+    name = path.rpartition("/")[2]
+    return f"{request.method} {'shard' if name.endswith('.safetensors') else name}"
+
+
+# Requests.
+
+
+@pytest.mark.parametrize("steps", [25, slow(300)])
+def test_the_requests_of_a_run_do_not_grow_with_its_steps(
+    proxy: FaultProxy, tmp_path: Path, steps: int
+) -> None:
+    folder = f"{tmp_path.name}/run"
+    url, options = proxy.server.url(folder), proxy.server.options
+
+    def requests(action: Callable[[], object]) -> int:
+        facts.forget()
+        proxy.clear()
+        action()
+        return len(proxy.seen)
+
+    with opened(url, options) as run:
+        run.save(1, state())
+    copied(proxy.server, folder, range(2, steps))
+    assert requests(lambda: ckpt.latest(url, storage_options=options)) == steps + 1
+    with opened(url, options) as run:
+        run.restore(state())
+        run.save(steps, state())
+        run.wait_until_finished()
+        proxy.clear()
+        run.save(steps + 1, state())
+        run.wait_until_finished()
+        assert len(proxy.seen) == 8
+    assert requests(lambda: ckpt.latest(url, storage_options=options)) == 3
+    assert requests(lambda: ckpt.run_steps(url, storage_options=options)) == 2
+    assert requests(lambda: ckpt.gc(url, storage_options=options)) == 3
+
+    def go_on() -> None:
+        with opened(url, options) as run:
+            assert run.restore(state()) == steps + 1
+
+    assert requests(go_on) <= 8
+    with opened(url, options, keep=ckpt.Keep(last=steps)) as run:
+        run.restore(state())
+        for step in (steps + 2, steps + 3):
+            proxy.clear()
+            run.save(step, state())
+            run.wait_until_finished()
+        assert len(proxy.seen) == 11
+        assert len(run.all_steps()) == steps
+    place = join_url(url, f"step-{steps}")
+    assert requests(lambda: ckpt.delete(place, storage_options=options)) <= 10
+    keep = ckpt.Keep(last=10)
+    assert requests(lambda: list(removals(url, keep, options, dry_run=True))) == 2
+    assert requests(lambda: list(removals(url, keep, options))) == 5
+    with open_store(url, options) as store:
+        left = store.below() or {}
+    assert len(left) == 2 * 10 + 2, left  # manifests and shards, the index and the owner
+
+
+def test_many_files_are_deleted_in_few_requests_or_one_by_one(
+    proxy: FaultProxy, tmp_path: Path
+) -> None:
+    with open_store(proxy.server.url(tmp_path.name), proxy.server.options) as store:
+        for is_refused in (False, True):
+            names = [f"{number}/file" for number in range(12)]
+            for name in names:
+                store.commit(name, b"x", replace=True)
+            proxy.clear()
+            proxy.schedule = lambda one: Fault.DENIED if one.method == "POST" else None
+            if not is_refused:
+                proxy.schedule = lambda one: None
+            store.delete_all([*names, "missing/file"])
+            assert store.below() == {}
+            assert proxy.count("DELETE") == (13 if is_refused else 0)
+
+
+# The index.
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_index_makes_a_step_look_committed_or_hides_one(
+    moto: Server, tmp_path: Path, seed: int
+) -> None:
+    """Old programs, deletes and overwrites beside it, old indices written late, changed bytes."""
+    chance, url, options = random.Random(seed), moto.url(f"{tmp_path.name}/run"), moto.options
+    indices: list[bytes] = []
+
+    def listed(has_index: bool) -> list[Any]:
+        facts.forget()
+        with open_store(url, options) as store:
+            if not has_index:
+                store.delete(INDEX)
+            steps = ckpt.run_steps(url, storage_options=options)
+            found = facts.checkpoints_in(store)
+            bases = {name: one.bases for name, one in found.facts.items()}
+            newest = newest_sound(url, False, options) if steps else None
+            return [steps, bases, newest]
+
+    def noted() -> None:
+        facts.forget()
+        with open_store(url, options) as store:
+            facts.write_index(store, facts.checkpoints_in(store))
+            if INDEX in store.names():
+                indices.append(store.read_whole(INDEX, 1 << 20))
+
+    for number in range(14):
+        step = f"{url}/step-{chance.randrange(1, 6)}"
+        match chance.choice(
+            ["save", "save", "borrow", "delete", "uncommit", "index", "late", "bad"]
+        ):
+            case "save":
+                with suppress(ckpt.InUseError):
+                    new = {"w": torch.full((4,), float(number))}
+                    ckpt.save(step, new, overwrite=True, storage_options=options)
+            case "borrow":
+                with suppress(ckpt.CkptError):
+                    borrowed = {"w": torch.full((4,), float(number))}
+                    base = f"{url}/step-{chance.randrange(1, 6)}"
+                    ckpt.save(step, borrowed, base=base, storage_options=options)
+            case "delete":
+                with suppress(ckpt.InUseError):
+                    ckpt.delete(step, missing_ok=True, storage_options=options)
+            case "uncommit":
+                with open_store(step, options) as store:
+                    store.delete("manifest.json")
+            case "index":
+                noted()
+            case "late" if indices:
+                with open_store(url, options) as store:
+                    store.commit(INDEX, chance.choice(indices), replace=True)
+            case "bad" if indices:
+                data = bytearray(chance.choice(indices))
+                data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+                with open_store(url, options) as store:
+                    store.commit(INDEX, bytes(data[: chance.randrange(1, len(data) * 2)]), True)
+        warm = ckpt.run_steps(url, storage_options=options)
+        seen, fresh = listed(has_index=True), listed(has_index=False)
+        assert seen == fresh
+        assert warm == fresh[0]
+
+
+def test_a_run_goes_on_where_its_index_cannot_be_written(proxy: FaultProxy, tmp_path: Path) -> None:
+    url, options = proxy.server.url(tmp_path.name), proxy.server.options
+    proxy.schedule = lambda one: Fault.DENIED if INDEX in one.target else None
+    with opened(url, options, keep=ckpt.Keep(last=2)) as run:
+        for step in range(1, 5):
+            run.save(step, state())
+        run.wait_until_finished()
+        assert run.failures == 0
+        assert run.all_steps() == [4, 3]
+
+
+def test_a_base_that_is_taken_while_a_policy_removes_it_keeps_its_files(
+    moto: Server, tmp_path: Path
+) -> None:
+    url, options = moto.url(tmp_path.name), moto.options
+    more = {"w": torch.arange(1000.0), "step": 2}
+    with opened(url, options) as run:
+        for step in (1, 2):
+            run.save(step, {"w": torch.arange(1000.0), "step": step})
+    steps, _, found = listed_steps(url, options, with_bases=True)
+    ckpt.save(f"{url}/mine", more, base=f"{url}/step-1", storage_options=options)
+    assert found is not None
+    with open_store(url, options) as store:
+        left = remove_together(store, [one for one in steps if one.step == 1], found)
+    assert sorted(left.facts) == ["mine", "step-2"]
+    read = ckpt.read(f"{url}/mine", storage_options=options)
+    assert torch.equal(read["w"], more["w"])
+    assert ckpt.gc(url, delete=True, older_than=0, storage_options=options) == []
+
+
+# Steps that cannot be read.
+
+
+@contextmanager
+def out_of_reach(place: Place, step: int) -> Iterator[None]:
+    """Inside, the files of a step cannot be read."""
+    if place.server is None:
+        folder = Path(place.url, f"step-{step}")
+        folder.chmod(0)
+        with powerless(folder.parent):
+            yield
+        folder.chmod(0o755)
+        return
+    client, bucket = s3_client(place.server), place.server.bucket
+    prefix = f"{place.url.partition(bucket)[2][1:]}/step-{step}/"
+    for one in client.list_objects_v2(Bucket=bucket, Prefix=prefix)["Contents"]:
+        source = {"Bucket": bucket, "Key": one["Key"]}
+        client.copy_object(Bucket=bucket, Key=one["Key"], CopySource=source, StorageClass="GLACIER")
+    yield
+
+
+@contextmanager
+def powerless(folder: Path) -> Iterator[None]:
+    """Inside, this process is an ordinary user, who owns the folder and its files."""
+    if os.geteuid() != 0:
+        yield
+        return
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, 65534, -1)
+    for above in (folder, *folder.parents[:-2]):
+        above.chmod(0o755)
+    import_module("resource")  # the user may not read Python's own folder
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture(params=["path", "moto"])
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, servers: Callable[[str], Server]
+) -> Place:
+    return place_at(request.param, tmp_path, servers)
+
+
+def saved(place: Place, steps: int) -> None:
+    for step in range(1, steps + 1):
+        metadata = {"step": str(step), "order": f"1.{step}", "began": f"{step}.000000"}
+        url = f"{place.url}/step-{step}"
+        ckpt.save(url, state(), metadata=metadata, storage_options=place.options)
+
+
+def test_an_old_step_that_cannot_be_read_stops_nothing(place: Place) -> None:
+    saved(place, 6)
+    url, options = place.url, place.options
+    with out_of_reach(place, 1), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.warns(ckpt.FallbackWarning, match="step-1.*denied") as found:
+            assert ckpt.latest(url, storage_options=options) == f"{url}/step-6"
+        assert [one.kind for one in found[0].message.skipped] == ["unreadable"]
+        assert [one.step for one in ckpt.run_steps(url, storage_options=options)] == [6, 5, 4, 3, 2]
+        with opened(url, options) as run:
+            assert run.restore(state(), step=5) == 5
+            assert run.restore(state()) == 6
+        ckpt.delete(f"{url}/step-5", storage_options=options)
+        assert ckpt.gc(url, storage_options=options) == []
+        removed = [one.step.step for one in removals(url, ckpt.Keep(last=3), options)]
+        assert removed == [2]
+        if place.server is not None:  # on the disk the process that writes is root
+            with opened(url, options, keep=ckpt.Keep(last=2)) as run:
+                run.restore(state())
+                assert run.save(7, state())
+                run.wait_until_finished()
+                assert run.failures == 0
+                assert run.all_steps() == [7, 6]
+    kinds = {type(one.message) for one in told}
+    assert kinds == {ckpt.UnreadableWarning}
+    assert all("step-1" in str(one.message) for one in told)
+
+
+def test_a_newer_step_that_cannot_be_read_keeps_those_that_it_may_borrow_from(
+    place: Place,
+) -> None:
+    saved(place, 4)
+    url, options = place.url, place.options
+    with out_of_reach(place, 3):
+        with pytest.raises(ckpt.InUseError, match=r"step-3 .*cannot be read.*may borrow"):
+            ckpt.delete(f"{url}/step-2", storage_options=options)
+        kept = list(removals(url, ckpt.Keep(last=1), options))
+        assert all("step-3" in one.needed_by for one in kept)
+        assert [one.step.step for one in kept] == [2, 1]
+
+
+def test_the_newest_step_that_cannot_be_read_is_skipped_by_a_restore_with_its_reason(
+    place: Place,
+) -> None:
+    saved(place, 3)
+    with out_of_reach(place, 3), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with opened(place.url, place.options) as run:
+            assert run.restore(state()) == 2
+    assert all("step-3" in str(one.message) for one in told)
+    assert told
+
+
+def test_a_run_of_which_no_step_can_be_read_does_not_begin_anew(place: Place) -> None:
+    saved(place, 1)
+    with out_of_reach(place, 1), pytest.raises(PermissionError, match="step-1"):
+        ckpt.Checkpointer(place.url, storage_options=place.options)
+
+
+def test_an_archived_step_that_the_index_knows_is_listed_and_can_be_removed(
+    moto: Server, tmp_path: Path
+) -> None:
+    place = place_at("moto", tmp_path, lambda name: moto)
+    with opened(place.url, place.options) as run:
+        for step in range(1, 5):
+            run.save(step, state(), {"loss": float(step)})
+    facts.forget()
+    with out_of_reach(place, 1):
+        steps = ckpt.run_steps(place.url, storage_options=place.options)
+        assert [(one.step, one.metrics["loss"]) for one in steps][-1] == (1, 1.0)
+        removed = [one.step.step for one in removals(place.url, ckpt.Keep(last=3), place.options)]
+        assert removed == [1]
