@@ -111,12 +111,14 @@ class UnshardedBuffer:
 
     def set_row_major(self) -> None:
         """Puts slots into row-major order, which have arrived with the divided dimension first."""
+        columns = [slot for slot in self.slots if slot.dim and slot.numel]
+        if not columns:  # as nearly always: the contexts take longer than all else
+            return
         with torch.inference_mode(False), torch.no_grad():
-            for slot in self.slots:
-                if slot.dim and slot.numel:
-                    arrived = self._slab_of(slot.at).part(slot.at, slot.at + slot.numel)
-                    rows_first = arrived.view(slot.arrived_shape)
-                    arrived.copy_(rows_first.movedim(0, slot.dim).reshape(-1))
+            for slot in columns:
+                arrived = self._slab_of(slot.at).part(slot.at, slot.at + slot.numel)
+                rows_first = arrived.view(slot.arrived_shape)
+                arrived.copy_(rows_first.movedim(0, slot.dim).reshape(-1))
 
     def is_over(self, tensor: torch.Tensor) -> bool:
         """Whether the buffer uses the memory of this tensor."""
