@@ -218,13 +218,13 @@ def versions_in(metadata: object) -> dict[str, int] | None:
     """
     if not isinstance(metadata, Mapping):
         return None
-    found = {
-        path: own.get("version", 1) for path, own in metadata.items() if isinstance(own, Mapping)
-    }
     return {
         path: version
-        for path, version in found.items()
-        if isinstance(path, str) and type(version) is int and version != 1
+        for path, own in metadata.items()
+        if isinstance(path, str)
+        and isinstance(own, Mapping)
+        and type(version := own.get("version", 1)) is int
+        and version != 1
     }
 
 

@@ -43,7 +43,7 @@ from ckpt.state.stateful import (
 )
 from ckpt.state.tensor_kinds import ORDINARY, check_mode, kind_problem, memory_problem
 from ckpt.state.typed_values import is_plain_array, like_target
-from formats.catalog import TensorRef, join
+from formats.catalog import TensorRef, join, versions_in
 from formats.native.tree import ROOT
 from sharding.describe.describing import (
     CleanNames,
@@ -52,7 +52,6 @@ from sharding.describe.describing import (
     load_rest,
     part_of,
     state_dict_keys,
-    versions_of,
 )
 from sharding.describe.local_part import LocalPart
 from sharding.describe.members import NamedParameter
@@ -280,7 +279,7 @@ class _Matcher:
     def _module(self, module: nn.Module, path: str) -> Installer:
         with call_of("state_dict", path):
             entries: Mapping[str, object] = describe_module(module)
-        versions = self._versions_at(path, versions_of(entries))
+        versions = self._versions_at(path, versions_in(getattr(entries, "_metadata", None)))
         if versions is not None and any(isinstance(v, LocalPart) for v in entries.values()):
             self._builder.differ(
                 path or ROOT,

@@ -44,7 +44,7 @@ from ckpt.state.tensor_kinds import (
     memory_problem,
 )
 from ckpt.state.typed_values import OF_TYPE, Kind, is_number, is_plain_array, typed
-from formats.catalog import Key, TensorRef, Tree, TypedValue, join
+from formats.catalog import Key, TensorRef, Tree, TypedValue, join, versions_in
 from formats.dtypes import DType, dtype_of_torch
 from formats.errors import UnsupportedError
 from formats.limits import current
@@ -56,7 +56,6 @@ from sharding.describe.describing import (
     describe,
     describe_module,
     part_of,
-    versions_of,
 )
 from sharding.describe.dtensor import described_before, replicated
 from sharding.describe.local_part import LocalPart
@@ -174,16 +173,15 @@ class _Flattener:
             self.names.append(name)
             return _integer(node, path)  # type: ignore[arg-type]
         if kind in DICTS and isinstance(node, Mapping):
-            if kind is OrderedDict and (versions := versions_of(node)) is not None:
-                self._versions[name] = versions
+            if kind is OrderedDict:
+                self._note_versions(node, name)
             return self._dict(node, path, name)
         if kind is list or kind is tuple or kind is torch.Size:
             return self._items(node, path, name)  # type: ignore[arg-type]
         if isinstance(node, nn.Module):
             with call_of("state_dict", shown(path)):
                 entries = describe_module(node)
-            if (versions := versions_of(entries)) is not None:
-                self._versions[name] = versions
+            self._note_versions(entries, name)
             return self._dict(entries, path, name)
         if isinstance(node, Optimizer):
             return self._optimizer(node, path, name)
@@ -211,6 +209,11 @@ class _Flattener:
             f"{shown(path)}: a {kind.__module__}.{kind.__qualname__} cannot be stored; "
             f"{instead_of(node)}"
         )
+
+    def _note_versions(self, state: object, name: str) -> None:
+        versions = versions_in(getattr(state, "_metadata", None))
+        if versions is not None:
+            self._versions[name] = versions
 
     def _optimizer(self, node: Optimizer, path: tuple[object, ...], name: str) -> Tree:
         packed = packed_state(node, shown(path))

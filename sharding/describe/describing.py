@@ -15,7 +15,7 @@ Rules:
 4. Optimizer state of a parameter is divided like the parameter (`FlatSlice.of`).
 5. Hooks and methods of the user run while a state dict is made or loaded here, and torch's full
    state dict would give them whole parameters. Here the modules have a rank's part, or views of
-   freed memory, which end the process if they are read. A read is an error (`_PartsUnread`).
+   freed memory, which end the process if they are read. A read is an error (`PartsUnread`).
 
 The parameters of `fully_shard` are DTensors, which `sharding.describe.dtensor` describes. A flat
 parameter is a run of parameters end to end, cut evenly over the ranks that share it. A rank has a
@@ -30,24 +30,21 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sharding.describe import dtensor, sharded_tensor, torch_fsdp
 from sharding.describe.local_part import LocalPart, check_holds
 from sharding.describe.members import WRAPPERS as WRAPPERS
 from sharding.describe.members import CleanNames as CleanNames
 from sharding.describe.members import FlatMember as FlatMember
+from sharding.describe.members import PartsUnread
 from sharding.describe.members import clean_name as clean_name
 from sharding.errors import ShardingError
-from sharding.layout import Layout, Mesh, Replicate
+from sharding.layout import Layout, Mesh
 from sharding.state_dict_settings import local_state_dicts
 
 TensorLike = torch.Tensor | LocalPart
@@ -69,25 +66,12 @@ def describe(tensor: TensorLike, name: str, world: Mesh) -> tuple[torch.Tensor, 
     return dtensor.describe(tensor, name, world)
 
 
-def versions_of(state: Mapping[str, object]) -> dict[str, int] | None:
-    """Returns the versions of modules' states in a state dict, by the modules' names, except 1.
-
-    torch keeps them in the dict's `_metadata`, for the `_load_from_state_dict` of each module.
-    Returns None for a dict without.
-    """
-    metadata = getattr(state, "_metadata", None)
-    if not isinstance(metadata, Mapping):
-        return None
-    versions = ((path, own.get("version", 1)) for path, own in metadata.items())
-    return {path: version for path, version in versions if type(version) is int and version != 1}
-
-
 def describe_module(module: nn.Module) -> dict[str, object]:
     """Returns the module's state by name: a `LocalPart` for every parameter in a flat one.
 
     The other values are those of `module.state_dict(keep_vars=True)`: tensors and DTensors, which
-    `describe` takes, and objects that modules add to their state dicts. `versions_of` the result
-    has the versions. Raises ShardingError if two entries get one name.
+    `describe` takes, and objects that modules add to their state dicts. The result's `_metadata`
+    has the versions of the modules. Raises ShardingError if two entries get one name.
 
     >>> import torch.distributed as dist
     >>> from sharding import FullyShardedDataParallel, ShardingStrategy
@@ -103,7 +87,7 @@ def describe_module(module: nn.Module) -> dict[str, object]:
     torch_fsdp.check_is_whole(module)
     has_torch_fsdp = torch_fsdp.is_in(module)
     members = {id(m.parameter): m for m in _flat_members(module, has_torch_fsdp)}
-    unread = _PartsUnread(module, members.values())
+    unread = PartsUnread(module, members.values())
     with _local_state_dicts(module, has_torch_fsdp), unread.guarded():
         state = module.state_dict(keep_vars=True)
     for path, value in state.items():
@@ -112,9 +96,11 @@ def describe_module(module: nn.Module) -> dict[str, object]:
     buffer_dtypes = torch_fsdp.buffer_dtypes(module) if has_torch_fsdp else {}
     clean = CleanNames(module)
     entries: OrderedDict[str, object] = OrderedDict()
-    if (versions := versions_of(state)) is not None:
+    if isinstance(metadata := getattr(state, "_metadata", None), Mapping):
         entries._metadata = {  # type: ignore[attr-defined]
-            clean.prefix(path)[:-1]: {"version": version} for path, version in versions.items()
+            clean.prefix(path)[:-1]: {"version": own.get("version", 1)}
+            for path, own in metadata.items()
+            if isinstance(own, Mapping)
         }
     for name, path in _names_of(module, state, clean).items():
         value = state[path]
@@ -198,7 +184,7 @@ def load_rest(
     is_torchs = type(module).load_state_dict is nn.Module.load_state_dict
     members = list(flat_members(module))
     has_parts = len(rest) < len(state) or any(not m.is_original for m in members)
-    unread = _PartsUnread(module, members)
+    unread = PartsUnread(module, members)
     with _local_state_dicts(module, torch_fsdp.is_in(module)), unread.guarded():
         # Without versions, each module would take the state for one of before its first version.
         keys = module.state_dict()
@@ -223,7 +209,7 @@ def state_dict_keys(module: nn.Module) -> dict[str, str]:
 
     Raises ShardingError if two keys get one name.
     """
-    unread = _PartsUnread(module, flat_members(module))
+    unread = PartsUnread(module, flat_members(module))
     with _local_state_dicts(module, torch_fsdp.is_in(module)), unread.guarded():
         return _names_of(module, module.state_dict(), CleanNames(module))
 
@@ -248,137 +234,6 @@ def _local_state_dicts(module: nn.Module, has_torch_fsdp: bool) -> Iterator[None
     theirs = torch_fsdp.local_state_dicts(module) if has_torch_fsdp else nullcontext()
     with local_state_dicts(), theirs:
         yield
-
-
-class _PartsUnread:
-    """Makes reads of a module's divided parameters errors, while its state dict is made (rule 5).
-
-    Shapes, dtypes and views may be taken: only an operation that needs values is an error.
-    """
-
-    def __init__(self, module: nn.Module, members: Iterable[FlatMember]) -> None:
-        self._module = module
-        self._storages: dict[int, torch.UntypedStorage] = {}
-        self._is_flat = False
-        for member in members:
-            self._is_flat = True
-            placements = (p for part in member.slices for p in part.layout.placements)
-            if not all(isinstance(placement, Replicate) for placement in placements):
-                storage = member.parameter.untyped_storage()
-                self._storages[storage._cdata] = storage
-
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Reads in the block raise ShardingError."""
-        if not self._is_flat:
-            yield
-            return
-        with _Calls(self), _Operations(self):
-            yield
-
-    def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has a part of a divided parameter, or none of its elements in memory."""
-        local = getattr(tensor, "_local_tensor", tensor)
-        if is_lazy(local):
-            return False
-        if type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or local.is_meta:
-            return False
-        if local.layout is not torch.strided:
-            return False
-        storage = local.untyped_storage()
-        return storage._cdata in self._storages or (local.numel() > 0 and storage.nbytes() == 0)
-
-    def check(self, args: Iterable[object]) -> None:
-        """Raises ShardingError if an argument of an operation that reads values is a part."""
-        for arg in args:
-            if isinstance(arg, torch.Tensor) and self.has(arg):
-                raise self.error(arg, f"{_caller()} reads it")
-            if isinstance(arg, list | tuple):
-                self.check(arg)
-
-    def error(self, tensor: torch.Tensor, reason: str) -> ShardingError:
-        """Returns the error for a tensor that shares the memory of a parameter of the module."""
-        return ShardingError(
-            f"{self._name(tensor)} is divided over the ranks, which do not gather it to save or "
-            f"load, and {reason}; keep the values that a hook or method of state dicts needs in a "
-            "buffer, or save model.state_dict() and load it by model.load_state_dict(), which "
-            "gather whole parameters for hooks"
-        )
-
-    def _name(self, tensor: torch.Tensor) -> str:
-        """Returns the name of the parameter whose memory a tensor shares; all that have no element.
-
-        Parts without elements begin at the same place, so a view of one may be of any of them.
-        """
-        shared = getattr(tensor, "_local_tensor", tensor)
-        storage, at = shared.untyped_storage()._cdata, shared.storage_offset()
-        clean = CleanNames(self._module)
-        found: list[str] = []
-        for path, part in self._module.named_modules():
-            for name, value in {**vars(part), **part._parameters}.items():
-                own = getattr(value, "_local_tensor", value)
-                if not isinstance(own, torch.Tensor) or own.layout is not torch.strided:
-                    continue
-                place = at - own.storage_offset()
-                is_inside = 0 <= place < own.numel() if shared.numel() else own.numel() == place
-                if own.untyped_storage()._cdata == storage and is_inside:
-                    found.append(clean.prefix(path) + name)
-        return " or ".join(found) or "a parameter"
-
-
-DIRECT_READS = (
-    "tolist",
-    "numpy",
-    "__array__",
-    "__dlpack__",
-    "__deepcopy__",
-    "__reduce_ex__",
-    "__repr__",
-)
-"""Methods of a tensor that read its memory without an operation, or hide where they read it."""
-
-
-class _Calls(TorchFunctionMode):
-    """Sees the calls of Python that read memory without an operation."""
-
-    def __init__(self, unread: _PartsUnread) -> None:
-        super().__init__()
-        self._unread = unread
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if getattr(func, "__name__", "") in DIRECT_READS:
-            self._unread.check(args)
-        return func(*args, **(kwargs or {}))
-
-
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees all operations, also those inside torch's functions; those that make views read none."""
-
-    def __init__(self, unread: _PartsUnread) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._unread = unread
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not func.is_view:
-            self._unread.check((*args, *kwargs.values()))
-        return func(*args, **kwargs)
-
-
-def _caller() -> str:
-    """Returns the function that called torch, with its place in its file."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__", ""))
-        if name != __name__ and name.partition(".")[0] != "torch":
-            code = frame.f_code
-            return f"{code.co_name} ({code.co_filename}:{frame.f_lineno})"
-        frame = frame.f_back
-    return "an operation"
 
 
 class _OwnMembers(Protocol):
