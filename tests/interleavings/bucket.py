@@ -14,7 +14,7 @@ happens to a write, as the policy chooses:
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from enum import Enum
@@ -22,7 +22,7 @@ from hashlib import md5
 from typing import Any
 
 from ckpt.errors import ExistsError
-from ckpt.stores.capabilities import StoreCapabilities, Unfinished
+from ckpt.stores.capabilities import Start, StoreCapabilities, Unfinished
 from ckpt.stores.driver import ObjectInfo, PartLimits, PastEndError
 from ckpt.stores.retries import ErrorClass
 from tests.interleavings.scheduler import Call, Scheduler, current
@@ -63,6 +63,7 @@ class Bucket:
         put_if_absent=None, atomic_replace=True, hides_unfinished=True, durable=True
     )
     part_limits = PartLimits(1 << 20, 10_000)
+    deletes_at_once = 1000
     holds_answers = False
 
     def __init__(
@@ -112,9 +113,27 @@ class Bucket:
                 return list(found.values())
             reached = page[-1]
 
+    def list_below(self, folder: str) -> list[ObjectInfo]:
+        prefix, reached = f"{folder.rstrip('/')}/", ""
+        found: dict[str, ObjectInfo] = {}
+        while True:
+            self._before("LIST more below" if reached else "LIST below", folder, {prefix})
+            names = sorted(path for path in self.objects if path.startswith(prefix))
+            page = [name for name in names if name > reached][: 2 * PAGE]
+            for path in page:
+                one, name = self.objects[path], path[len(prefix) :]
+                found[name] = ObjectInfo(name, True, len(one.data), one.modified, _tag(one.data))
+            if len(page) < 2 * PAGE:
+                return list(found.values())
+            reached = page[-1]
+
     def head(self, path: str) -> ObjectInfo:
         one = self._read("HEAD", path)
         return ObjectInfo(path.rpartition("/")[2], True, len(one.data), one.modified)
+
+    def get_start(self, path: str, length: int) -> Start:
+        data = self._read("GET", path).data
+        return Start(data[:length], len(data), _tag(data))
 
     def get(self, path: str, limit: int) -> tuple[bytes | int, str]:
         data = self._read("GET", path).data
@@ -139,6 +158,11 @@ class Bucket:
 
     def delete(self, path: str, tag: str = "") -> None:
         self._write("DELETE", path, None, self._condition(path, tag))
+
+    def delete_all(self, paths: Mapping[str, str]) -> None:
+        """A request for many objects deletes one after the other."""
+        for path, tag in paths.items():
+            self.delete(path, tag)
 
     def _condition(self, path: str, tag: str | None) -> str | None:
         """The tag that the object must have, None of no object, as far as the server cares."""

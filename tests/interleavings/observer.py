@@ -28,6 +28,7 @@ Order = tuple[int, int]
 MOST_CALLS_AFTER_LOOK = 1
 """Between a job's look for another owner and the commit lies the request that commits."""
 _OWNER = re.compile(r"owner-(\d+)\.json")
+_OF_RUN = re.compile(r"owner-\d+\.json|ckpt-index\.json")
 _parsed: dict[bytes, Manifest] = {}
 
 
@@ -196,6 +197,6 @@ class Observer:
         for folder in there:
             named |= {f"run/{folder}/{name}" for name in self.committed[folder].files}
         left = {path for path in self.world.files() if path.startswith("run/")}
-        over = [path for path in left - named if not _OWNER.fullmatch(path.removeprefix("run/"))]
+        over = [path for path in left - named if not _OF_RUN.fullmatch(path.removeprefix("run/"))]
         if over:
             raise AssertionError(f"left over, and gc does not tell: {over}")

@@ -30,6 +30,7 @@ from ckpt.background.workplace import Workplace
 from ckpt.run.owner import Ownership
 from ckpt.stores.object_store import ObjectStore
 from ckpt.stores.retries import RetryPolicy
+from ckpt.transfer import facts
 from tests.interleavings.bucket import SCHEME, Bucket, Conditions
 from tests.interleavings.disk import ROOT, Disk, system_calls
 from tests.interleavings.scheduler import Actor, Call, Policy, Scheduler, Threads, current
@@ -111,6 +112,7 @@ class World:
         if self.bucket is not None:
             self.bucket.is_late = is_late
         self.scheduler = Scheduler(policy, threads)
+        facts.forget()
         return self.scheduler
 
     def fail(self, said: str) -> None:
