@@ -200,7 +200,7 @@ def save_with(
     staging: When,
     when_busy: WhenBusy,
     storage_options: Options,
-    timeout: float,
+    timeout: float | None,
 ) -> SaveHandle | None:
     """As `save`, but makes the options inside the call, so that all ranks hear of a wrong one."""
     started = time.perf_counter()
@@ -224,7 +224,8 @@ def save_with(
                 check_free(in_flight.saves, when_busy, turn, ranks.is_single_process)
                 check_options(ranks, store, options)
 
-            arguments = {"staging": staging, "when_busy": when_busy, "timeout": float(timeout)}
+            seconds = None if timeout is None else float(timeout)
+            arguments = {"staging": staging, "when_busy": when_busy, "timeout": seconds}
             path = local_path(store.url)
             is_new = path is None or not os.path.lexists(path)  # no rank writes before all agree
             try:

@@ -195,7 +195,7 @@ class Checkpointer(Uncopied):
         self._memory: MemoryTier | None = None
         how = (blocking, staging, compress, replicas, on_failure, memory, save_on_exception)
         local_ones = (local_every_steps, local_keep)
-        seconds = (deadline, float(timeout))
+        seconds = (deadline, None if timeout is None else float(timeout))
         arguments = (self.url, self._keep, self._schedule, how, local_ones, seconds)
         try:
             options = local_options(local, local_every_steps, local_keep, self.url)
