@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sharding.errors import LocalShapeError
+from sharding.errors import LocalShapeError, ShardingError
 from sharding.layout import Layout
 
 FLAT_PARAMETERS = "flat_parameters"
@@ -64,4 +64,17 @@ def check_holds(name: str, local: torch.Tensor, layout: Layout, rank: int) -> No
             f"{name}: rank {rank} has a local tensor of {local.numel()} elements, but of "
             f"{layout.shape} as {layout} it holds {hi - lo}; it was truncated, or belongs to "
             "another rank or world size"
+        )
+
+
+def check_source(name: str, local: torch.Tensor, layout: Layout, rank: int) -> None:
+    """As `check_holds`, for a tensor whose elements travel to other ranks, which wait for them.
+
+    Raises ShardingError if the tensor has no values.
+    """
+    check_holds(name, local, layout, rank)
+    if local.is_meta and local.numel():
+        raise ShardingError(
+            f"{name}: rank {rank} has its {local.numel()} elements on the meta device, without "
+            "values; give a tensor with values"
         )

@@ -41,7 +41,7 @@ from sharding.agreement.ranks import Ranks
 from sharding.describe.describing import describe
 from sharding.describe.dtensor import cut
 from sharding.describe.flat_layouts import slices_of
-from sharding.describe.local_part import check_holds
+from sharding.describe.local_part import check_source
 from sharding.describe.local_state_dicts import OwnKeys
 from sharding.describe.members import state_key
 from sharding.describe.sharded_tensor import is_sharded
@@ -136,7 +136,7 @@ def held_in_shard_group(
     local, layout = describe(tensor, name, Ranks().mesh)
     among = set(_layouts(param_group, index)[0].mesh.ranks())
     if param_group.parameters[index].distributed is None and among.issuperset(layout.mesh.ranks()):
-        check_holds(name, local, layout, dist.get_rank())
+        check_source(name, local, layout, dist.get_rank())
         return Held(local, layout)
     return None
 
@@ -399,7 +399,7 @@ def _fill_spread(param_group: FlatParamGroup, pairs: list[tuple[FlatPart, torch.
         found = []
         for part, value in pairs:
             local, have = describe(value, part.name, ranks.mesh)
-            check_holds(part.name, local, have, ranks.global_rank)
+            check_source(part.name, local, have, ranks.global_rank)
             found.append(Move(part.name, local, have, part.local, slices[part.index].layout))
         return found
 

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from sharding.agreement.ranks import Ranks
 from sharding.describe.describing import describe
 from sharding.describe.dtensor import zeros_placed_like
-from sharding.describe.local_part import FlatSlice, LocalPart, check_holds
+from sharding.describe.local_part import FlatSlice, LocalPart, check_source
 from sharding.describe.members import NamedParameter
 from sharding.describe.sharded_tensor import is_sharded
 from sharding.errors import ArgumentError, OptimizerMismatchError
@@ -94,7 +94,8 @@ def state_to_load(
             "the ranks load optimizers' states with other names, dtypes or layouts; give all of "
             "them the same, each its own part"
         )
-    redistribute(loading.moves, group=group)
+    # A rank that fails now leaves others with a TransferError, and its own error has the cause.
+    ranks.run_on_all(STAGE, lambda: redistribute(loading.moves, group=group))
     return loading.result
 
 
@@ -308,7 +309,7 @@ class _Loading:
             local = value.detach() if self.ranks.rank == 0 else target.new_empty(0)
         else:
             local, have = describe(value, path, self.ranks.mesh)
-            check_holds(path, local, have, self.ranks.global_rank)
+            check_source(path, local, have, self.ranks.global_rank)
         self.moves.append(Move(path, local, have, target, want))
 
 

@@ -127,7 +127,9 @@ def optim_state_of(
         everyone: list[dict[str, _Described]] = [{} for _ in range(ranks.world_size)]
         dist.all_gather_object(everyone, plan.described, group=wanted.group)
         ranks.run_on_all(COMPARING, lambda: plan.complete(everyone))
-    made = _rows(plan, wanted, module) if wanted.kind is Kind.SHARDED else {}
+    made: Made = {}
+    if wanted.kind is Kind.SHARDED:
+        made = ranks.run_on_all("moving rows", lambda: _rows(plan, wanted, module))
     made |= _converted(plan, wanted, made)
     if wanted.rank0_only and ranks.rank > 0:
         return {}

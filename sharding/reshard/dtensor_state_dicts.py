@@ -18,9 +18,10 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -30,12 +31,12 @@ from torch.distributed.tensor import DTensor
 
 from sharding.agreement.ranks import Ranks
 from sharding.describe.describing import TensorLike, describe
-from sharding.describe.local_part import FLAT_PARAMETERS
+from sharding.describe.local_part import FLAT_PARAMETERS, check_source
 from sharding.describe.local_state_dicts import Record, check_made_by, record_of_layouts
 from sharding.describe.members import state_key
-from sharding.errors import LocalShapeError
+from sharding.errors import LocalShapeError, ShardingError
 from sharding.kind import Kind
-from sharding.layout import Layout
+from sharding.layout import Layout, Replicate
 from sharding.policies import FullStateDictConfig, StateDictSettings, StateDictType
 from sharding.reshard.kinds import converted, dtensor_like, group_of, group_over
 from sharding.reshard.redistribute import Move, redistribute
@@ -187,10 +188,27 @@ def _take_whole_or_sharded(state: dict[str, Any], targets: dict[str, DTensor]) -
             source, have = describe(value, key, ranks.mesh)
             local, want = describe(target, key, ranks.mesh)
             if have != want:
+                check_source(key, source, have, ranks.global_rank)
                 into = torch.empty(local.shape, dtype=source.dtype, device=local.device)
                 moves[key] = Move(key, source, have, into, want)
         return moves
 
-    moves = ranks.run_on_all("reading a state dict", planning)
-    redistribute(moves.values(), group=group)
+    stage = "reading a state dict"
+    moves, agreement = ranks.run_and_compare(stage, planning, lambda found: (_mark(found),), 1)
+    if not agreement.same[0]:
+        raise ShardingError(
+            "the ranks load state dicts whose divided tensors have other names, dtypes or layouts; "
+            "all of them load the same, each its own part"
+        )
+    ranks.run_on_all(stage, lambda: redistribute(moves.values(), group=group))
     state.update({key: dtensor_like(targets[key], move.target) for key, move in moves.items()})
+
+
+def _mark(moves: Mapping[str, Move]) -> int:
+    """Returns a hash of the tensors of which ranks send each other parts."""
+    seen = [
+        (move.name, str(move.target.dtype), str(move.have), str(move.want))
+        for move in moves.values()
+        if any(not isinstance(placement, Replicate) for placement in move.have.placements)
+    ]
+    return crc32(repr(seen).encode())

@@ -825,6 +825,37 @@ def test_bad_state_is_an_error_on_all_ranks_that_names_what_is_wrong(
     assert SAYS[how] in said
 
 
+def without_values(form: str) -> list[str]:
+    """The errors of states of which rank 1 has a moment without values."""
+    model = wrapped(form)
+    optim = Adam(model.parameters(), lr=0.01)
+    train(model, optim, range(1))
+    found = []
+    for kind in (FULL, SHARDED):
+        with FSDP.state_dict_type(model, kind):
+            saved = FSDP.optim_state_dict(model, optim)
+            if dist.get_rank() == 1:
+                moment = saved["state"]["blocks.1.up.weight"]["exp_avg"]
+                if isinstance(moment, DTensor):
+                    moment._local_tensor = moment._local_tensor.to("meta")
+                else:
+                    saved["state"]["blocks.1.up.weight"]["exp_avg"] = moment.to("meta")
+            with pytest.raises(Exception, match=r"up.weight.exp_avg: rank 1 has its") as caught:
+                FSDP.optim_state_dict_to_load(model, optim, saved)
+        found.append(type(caught.value).__name__)
+        dist.barrier()  # no message is left behind
+    return found
+
+
+def test_state_without_values_on_one_rank_is_an_error_on_all_that_names_the_rank(
+    clusters: Any,
+) -> None:
+    for form in ("flat", "original"):
+        first, second = clusters(2).run(without_values, form)
+        assert first == ["RankError"] * 2
+        assert second == ["ShardingError"] * 2
+
+
 def strange_optimizers() -> list[str]:
     model = wrapped("flat")
     other = Adam(wrapped("flat").parameters(), lr=0.01)
