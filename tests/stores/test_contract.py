@@ -339,6 +339,36 @@ def test_deleting_twice_is_deleting_once(store: Store) -> None:
         store.read("data", 0, 1)
 
 
+def test_many_files_are_deleted_also_where_some_are_missing(store: Store) -> None:
+    names = [f"step-{number}/data" for number in range(5)]
+    for name in names:
+        put(store, name, CONTENT)
+    put(store, "other", CONTENT)
+    store.delete_all([*names, "step-9/data"])
+    assert not any(store.exists(name) for name in names)
+    assert store.names() == ["other"]
+
+
+def test_the_start_of_a_file_comes_with_its_size_and_the_tag_that_a_listing_of_all_has(
+    store: Store,
+) -> None:
+    put(store, "step 1/data", CONTENT)
+    put(store, "mine", CONTENT[:10])
+    for length in (10, 5000):
+        start = store.read_start("step 1/data", length)
+        assert (start.data, start.size) == (CONTENT[:length], len(CONTENT))
+    assert store.read_start("mine", 10).data == CONTENT[:10]
+    with pytest.raises(FileNotFoundError):
+        store.read_start("missing", 10)
+    below = store.below()
+    if below is None:  # a disk, for one
+        return
+    assert {name: one.nbytes for name, one in below.items()} == {"step 1/data": 1000, "mine": 10}
+    assert below["step 1/data"].tag == start.tag != below["mine"].tag
+    put(store, "step 1/data", CONTENT[::-1])
+    assert (store.below() or {})["step 1/data"].tag != start.tag
+
+
 def test_many_threads_read_what_each_of_them_asks_for(store: Store) -> None:
     files = {f"f{i}": random.Random(i).randbytes(500) for i in range(20)}
     for name, content in files.items():
