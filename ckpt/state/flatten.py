@@ -63,12 +63,12 @@ from sharding.layout import Layout, Mesh, is_dense
 
 MAX_INTEGER_BITS = 8192
 """Larger integers have more digits than Python reads back from text."""
-PLAIN = (NoneType, bool, float, str, bytes, complex)
+PLAIN = frozenset((NoneType, bool, float, str, bytes, complex))
 """Types whose values stand for themselves."""
 KEYS = (str, bool, float, NoneType)
 """Types of keys, and of parts of a tuple, that stand for themselves; a subclass may have another
 text."""
-DICTS = (dict, OrderedDict, defaultdict, Counter)
+DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
 """Types that are stored as a dict; a MultiStepLR keeps its milestones in a Counter."""
 SPREAD = (torch.Tensor, LocalPart)
 _DTYPES: dict[torch.dtype, DType] = {}

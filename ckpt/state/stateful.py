@@ -53,7 +53,7 @@ from sharding.describe.sharded_tensor import is_sharded
 
 STEP = "step"
 """The one entry of an optimizer's state that is never placed like its parameter."""
-SINGLE = (torch.Tensor, nn.Parameter, str, int, float, bool, type(None))
+SINGLE = frozenset((torch.Tensor, nn.Parameter, str, int, float, bool, type(None)))
 """Types that hold no module."""
 MAX_DEPTH = 100
 """The deepest nest; a deeper one probably contains itself."""

@@ -54,10 +54,12 @@ def is_composed(value: object) -> bool:
 
 def inner_of(value: object) -> Any:
     """Returns a tensor that wraps others: the value, or the local part of a DTensor; or None."""
+    if type(value) in ORDINARY:
+        return None
     if is_composed(value):
         return value
     local = getattr(value, "_local_tensor", None)
-    return local if is_composed(local) else None
+    return local if type(local) not in ORDINARY and is_composed(local) else None
 
 
 def taken_apart(value: Any, where: str) -> Any:

@@ -90,7 +90,7 @@ def describe_module(module: nn.Module) -> dict[str, object]:
     unread = PartsUnread(module, members.values())
     with _local_state_dicts(module, has_torch_fsdp), unread.guarded():
         state = module.state_dict(keep_vars=True)
-    for path, value in state.items():
+    for path, value in state.items() if members else ():
         if isinstance(value, torch.Tensor) and id(value) not in members and unread.has(value):
             raise unread.error(value, f"state_dict() has it as {path!r}")
     buffer_dtypes = torch_fsdp.buffer_dtypes(module) if has_torch_fsdp else {}

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 MAX_KNOWN = 1 << 14
 """The most layouts that are kept: models have many tensors and few shapes."""
 
-ORDINARY = (torch.Tensor, torch.nn.Parameter)
+ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))
 """The types of nearly all tensors: of neither a wrapper, nor a DTensor, nor a ShardedTensor."""
 _REPLICATED = (Replicate(),)
 _known: dict[tuple[int, tuple[int, ...], tuple[Placement, ...]], Layout] = {}
