@@ -229,9 +229,20 @@ def committed(folder: str | os.PathLike[str], options: Options) -> list[Committe
 def looked_into(
     folder: str | os.PathLike[str], options: Options, with_bases: bool = False
 ) -> Listed:
-    """Returns the checkpoints of a folder, newest first, and the reasons of unreadable ones."""
+    """Returns the checkpoints of a folder, newest first, and the reasons of unreadable ones.
+
+    If none of the folders in it has a manifest, newer ones may have taken the places of all of them
+    meanwhile: two looks must agree on that (rule 4).
+    """
+    before: list[str] = []
     with open_store(folder, options) as store:
         found = checkpoints_in(store, with_bases)
+        for _ in range(LISTINGS):
+            names = [] if found.facts or found.unreadable else store.folders()
+            if names == before:
+                break
+            before = names
+            found = checkpoints_in(store, with_bases)
         known = [
             Committed(name, _time(store, name, facts.metadata, found), facts.metadata)
             for name, facts in found.facts.items()

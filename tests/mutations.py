@@ -339,6 +339,30 @@ MUTATIONS = (
         "            pass\n        except (ExistsError",
         "faults/concurrency ckpt/borrowing ckpt/commit",
     ),
+    Mutation(
+        "commit: another owner is looked for at the last moment",
+        "        if look is not None:\n            look()\n\n    is_durable = True",
+        "\n    is_durable = True",
+        "run/owner interleavings/runs",
+    ),
+    Mutation(
+        "commit: one of two deletions deletes the files",
+        "    if now is None or not store.delete(MANIFEST):\n        return False\n",
+        "    store.delete(MANIFEST)\n",
+        "interleavings/runs",
+    ),
+    Mutation(
+        "reading: a listing that is out of date is taken again",
+        "        if left and listing[0] != before[0]:\n            continue\n",
+        "",
+        "ckpt/newest interleavings/runs",
+    ),
+    Mutation(
+        "reading: a counter orders the steps of a run, not a clock",
+        "        if order is None:\n            others.append",
+        "        if order is not None or order is None:\n            others.append",
+        "ckpt/newest interleavings/runs",
+    ),
     # The manifest.
     Mutation(
         "manifest: a file is named once",
@@ -483,9 +507,9 @@ MUTATIONS = (
     ),
     Mutation(
         "stores: a put whose answer was lost is our own",
-        'if tries == 1 or not self._try("reading", name, lambda: self._has(name, data)):',
-        "if tries >= 1:",
-        "ckpt/object_store stores/contract stores/library",
+        "            if tries > 1 and self._has(name, data):\n                return None\n",
+        "",
+        "ckpt/object_store interleavings/runs",
     ),
     Mutation(
         "stores: a part of an upload has its number",

@@ -132,7 +132,7 @@ class Observer:
         was = self.committed.pop(folder, None)
         if was is None:
             return
-        if self.has_two_owners:
+        if self.has_two_owners or (rights.keep_last is not None and self._is_late(folder)):
             return
         newer = [one for one in self.committed.values() if one.order > was.order]
         is_old = rights.keep_last is not None and len(newer) >= rights.keep_last
@@ -140,8 +140,6 @@ class Observer:
             self.world.fail(f"{here().name} removes {folder}, which no rule allows")
         if not self.committed and folder not in rights.removes:
             self.world.fail(f"{here().name} removes {folder}, the last checkpoint")
-        if rights.keep_last is not None:
-            self._check_removal(folder)
 
     def _check_look(self, doing: str, epoch: int) -> None:
         """Invariant 4, for what a job of this epoch does."""
@@ -156,14 +154,16 @@ class Observer:
         if len(own) > MOST_CALLS_AFTER_LOOK:
             self.world.fail(f"{here().name} {doing} {len(own)} calls after its look: {own}")
 
-    def _check_removal(self, folder: str) -> None:
-        """Invariant 4, for a removal by a job's own rule."""
+    def _is_late(self, folder: str) -> bool:
+        """Whether a job removes a checkpoint after another took the run; checks invariant 4."""
         mine = self._epochs.get(here().name, 0)
-        if any(other > mine > 0 for other in self.taken):
-            self._check_look(f"removes {folder}", mine)
-            if here().name in self._removed_late:
-                self.world.fail(f"{here().name} removes a second checkpoint after the take-over")
-            self._removed_late.add(here().name)
+        if not any(other > mine > 0 for other in self.taken):
+            return False
+        self._check_look(f"removes {folder}", mine)
+        if here().name in self._removed_late:
+            self.world.fail(f"{here().name} removes a second checkpoint after the take-over")
+        self._removed_late.add(here().name)
+        return True
 
     # For the programs of actors.
 

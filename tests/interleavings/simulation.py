@@ -148,6 +148,7 @@ def inside(world: World) -> Iterator[None]:
     """Calls of the product in this block concern this world."""
     global _world
     _world = world
+    facts.forget()  # the steps of a run before, which had the same URL
     try:
         yield
     finally:

@@ -37,6 +37,8 @@ class Story:
     mortal: Sequence[str] = ()
     """Actors of whom one may be killed."""
     stores: Sequence[Store] = (DISK, *Conditions)
+    share: int = 1
+    """Its part of the slow schedules on each store: a story of few calls has more."""
     is_bound: bool = False
     """Whether the documents state that its invariants have a limit here: a search finds it."""
 
@@ -51,13 +53,14 @@ STORIES: dict[str, Story] = {}
 def story(
     *mortal: str,
     stores: Sequence[Store] = (DISK, *Conditions),
+    share: int = 1,
     is_bound: bool = False,
     **rights: Rights,
 ) -> Callable[[Tell], Tell]:
     """Adds a story; `rights` are those of its processes by their names."""
 
     def add(tell: Tell) -> Tell:
-        STORIES[tell.__name__] = Story(tell, rights, mortal, stores, is_bound)
+        STORIES[tell.__name__] = Story(tell, rights, mortal, stores, share, is_bound)
         return tell
 
     return add
@@ -183,7 +186,7 @@ def three_jobs_that_begin_at_once(seen: Observer) -> Mapping[str, Program]:
     }
 
 
-@story("saver", "collector")
+@story("saver", "collector", share=4)
 def a_collection_beside_a_save(seen: Observer) -> Mapping[str, Program]:
     run = saved(seen, "saver", 9)
 
@@ -194,7 +197,7 @@ def a_collection_beside_a_save(seen: Observer) -> Mapping[str, Program]:
     return {"saver": save, "collector": lambda: ckpt.gc(seen.world.run, delete=True)}
 
 
-@story(remover=Rights(removes=("step-9",)))
+@story(share=4, remover=Rights(removes=("step-9",)))
 def a_deletion_beside_a_save_and_readers(seen: Observer) -> Mapping[str, Program]:
     run = saved(seen, "saver", 9, 10)
 
@@ -214,7 +217,7 @@ def a_deletion_beside_a_save_and_readers(seen: Observer) -> Mapping[str, Program
     }
 
 
-@story(one=Rights(), other=Rights())
+@story(share=4, one=Rights(), other=Rights())
 def saves_over_one_place_beside_a_reader(seen: Observer) -> Mapping[str, Program]:
     ckpt.save(place(seen, 1), seen.begins(1))
 
@@ -229,7 +232,7 @@ def saves_over_one_place_beside_a_reader(seen: Observer) -> Mapping[str, Program
     return {"one": lambda: over(2), "other": lambda: over(3), "reader": load}
 
 
-@story()
+@story(share=4)
 def saves_to_one_free_place(seen: Observer) -> Mapping[str, Program]:
     ckpt.save(place(seen, 1), seen.begins(1))
     won: list[float] = []
@@ -245,7 +248,7 @@ def saves_to_one_free_place(seen: Observer) -> Mapping[str, Program]:
     return {"one": lambda: save(2), "other": lambda: save(3)}
 
 
-@story(saver=Rights(keep_last=1), converter=Rights(writes="exported"))
+@story(share=4, saver=Rights(keep_last=1), converter=Rights(writes="exported"))
 def a_conversion_beside_saves_and_removals(seen: Observer) -> Mapping[str, Program]:
     run = saved(seen, "saver", 9, keep=1)
     target = f"{seen.world.root}/exported"
@@ -264,7 +267,7 @@ def a_conversion_beside_saves_and_removals(seen: Observer) -> Mapping[str, Progr
     return {"saver": save, "converter": convert}
 
 
-@story(retention=Rights(keep_last=1), remover=Rights(removes=("step-9",)))
+@story(share=4, retention=Rights(keep_last=1), remover=Rights(removes=("step-9",)))
 def a_deletion_beside_removals_by_rule(seen: Observer) -> Mapping[str, Program]:
     saved(seen, "saver", 9, 10, 11).close()
     rules = ckpt.Keep(last=1)
@@ -276,7 +279,7 @@ def a_deletion_beside_removals_by_rule(seen: Observer) -> Mapping[str, Program]:
     return {"retention": lambda: [*removals(seen.world.run, rules, None)], "remover": remove}
 
 
-@story(remover=Rights(removes=("step-9",)), saver=Rights(removes=("step-10",)))
+@story(share=4, remover=Rights(removes=("step-9",)), saver=Rights(removes=("step-10",)))
 def a_deletion_beside_a_save_that_borrows(seen: Observer) -> Mapping[str, Program]:
     """A save that finds its base gone takes its manifest back."""
     ckpt.save(place(seen, 9), seen.begins(9))
