@@ -161,7 +161,9 @@ class LocalStore:
         """Reads the first bytes of one version of a file; fewer if it is shorter."""
         with self._files.reading(name) as descriptor:
             size = os.fstat(descriptor).st_size
-            return Start(_read_range(descriptor, 0, min(length, size)), size, "")
+            found = Start(_read_range(descriptor, 0, min(length, size)), size, "")
+        self._files.forget(name)  # a look at many files keeps none of them open
+        return found
 
     def read_end(self, name: str, size: int, length: int) -> bytes:
         """Reads the last bytes of a file. Raises SizeError unless it has `size` bytes."""
