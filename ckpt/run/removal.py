@@ -24,7 +24,7 @@ from ckpt.deleting import delete_step
 from ckpt.errors import CkptError, InUseError, NotOwnerError, SaveFailedWarning
 from ckpt.run.history import listed_steps
 from ckpt.run.retention import Keep, RunStep, removable
-from ckpt.stores.store import Options, Store, join_url, open_store
+from ckpt.stores.store import Options, Store, join_url, local_path, open_store
 from ckpt.transfer.bases import base_files, borrowers_among, borrowing, check_readable
 from ckpt.transfer.facts import Checkpoints, checkpoints_in, write_index
 from formats.errors import FormatError
@@ -61,7 +61,7 @@ def removals(
     removal, with the names in the folder if a listing has just shown them; its error forbids it.
     With `is_indexed` the index of the run is written at the end, where the store has use for one.
     """
-    run = listed_steps(url, options, with_bases=True)
+    run = listed_steps(url, options, with_bases=local_path(url) is None)
     steps, found = removable(run.steps, keep, time.time()), run.found
     if found is None:
         return

@@ -167,7 +167,8 @@ def checkpoints_in(store: Store, with_bases: bool = True) -> Checkpoints:
         names = sorted(there)
         known = _known(store, there, INDEX in files[""], with_bases)
     unknown = [name for name in names if name not in known]
-    with Pool(WORKERS, "ckpt-list") as pool:
+    # A deletion on a disk holds other descriptors, and one at a time is enough there.
+    with Pool(1 if files is None and with_bases else WORKERS, "ckpt-list") as pool:
         found_now = pool.map(partial(_read, store, with_bases), unknown)
         read = dict(zip(unknown, found_now, strict=True))
     facts, unreadable = {}, {}
