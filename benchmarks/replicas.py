@@ -16,8 +16,7 @@ from collections.abc import Callable
 import torch
 
 from ckpt.state.flatten import FlatState, Leaf, flatten
-from ckpt.state.merged_state import spec_of
-from ckpt.state.sections import marks
+from ckpt.state.merged_state import marks, spec_of
 from ckpt.transfer.replica_hashes import ReplicaHashes, Replicas
 from formats.dtypes import BY_NAME
 from sharding.layout import Layout, Mesh, Shard

@@ -31,7 +31,7 @@ from ckpt.garbage import collected_later
 from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
 from ckpt.plan.save_plan import WriteItem, plan_save, stored_layouts
 from ckpt.state.flatten import FlatState, Leaf
-from ckpt.state.sections import marks, summary
+from ckpt.state.merged_state import marks, summary
 from ckpt.state.state_spec import StateSpec, merged
 from formats.catalog import Catalog, TensorRef
 from formats.errors import SizeError, TooLargeError

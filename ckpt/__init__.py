@@ -30,7 +30,7 @@ from ckpt.errors import *  # noqa: E402, F403 - `ckpt.errors` has the one list o
 
 if TYPE_CHECKING:
     from ckpt import events, sharding, state_dict
-    from ckpt.background.save_handle import Saved, SaveHandle
+    from ckpt.background.save import Saved, SaveHandle
     from ckpt.checking.diff import diff
     from ckpt.checking.verify import verify
     from ckpt.collecting import LeftOver, gc
@@ -43,21 +43,20 @@ if TYPE_CHECKING:
     from ckpt.mapping.changes import read_mapping
     from ckpt.mapping.rules import TensorMapping
     from ckpt.newest import latest
-    from ckpt.preparing import prepare
     from ckpt.run.checkpointer import Checkpointer
     from ckpt.run.history import run_steps
     from ckpt.run.memory_tier import Memory
     from ckpt.run.retention import Keep, RunStep
     from ckpt.run.rng import rng
-    from ckpt.saving import save
+    from ckpt.saving import prepare, save
     from ckpt.state.per_rank import PerRank, per_rank
     from formats.limits import limits
 
 _WHERE = {
     "save": "ckpt.saving",
-    "prepare": "ckpt.preparing",
-    "SaveHandle": "ckpt.background.save_handle",
-    "Saved": "ckpt.background.save_handle",
+    "prepare": "ckpt.saving",
+    "SaveHandle": "ckpt.background.save",
+    "Saved": "ckpt.background.save",
     "load": "ckpt.loading",
     "latest": "ckpt.newest",
     "open": "ckpt.lazy",

@@ -28,8 +28,8 @@ from warnings import warn
 
 from ckpt.errors import ArgumentError, UnreadableWarning
 from ckpt.mapping.model_files import ADAPTER, CONFIG
-from ckpt.stores.capabilities import Unfinished
-from ckpt.stores.read_only import check_writable
+from ckpt.stores.driver import Unfinished
+from ckpt.stores.served_store import check_writable
 from ckpt.stores.store import (
     Options,
     Store,

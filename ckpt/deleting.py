@@ -11,7 +11,7 @@ from ckpt.errors import InUseError, NotACheckpointError, StoreError
 from ckpt.nearby import advice_at
 from ckpt.run.history import pin_file, pins_in, step_of
 from ckpt.stores.local_store import LocalStore
-from ckpt.stores.read_only import check_writable
+from ckpt.stores.served_store import check_writable
 from ckpt.stores.store import (
     Options,
     Store,

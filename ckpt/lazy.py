@@ -35,7 +35,7 @@ from ckpt.nearby import COMPARED
 from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
 from ckpt.sources import Source, open_source
 from ckpt.state.memory import check_range, empty_for, memory_of, torch_dtype
-from ckpt.state.nests import versioned
+from ckpt.state.state_spec import versioned
 from ckpt.state.typed_values import opened
 from ckpt.stores.replacement_guard import unless_replaced
 from ckpt.stores.store import Options

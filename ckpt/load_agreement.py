@@ -17,10 +17,10 @@ from ckpt.errors import StoreError
 from ckpt.fallback import Url
 from ckpt.live.address import is_newest, parse
 from ckpt.mapping.changes import Changes
-from ckpt.match.fitting import check_fits, differences, fingerprints
 from ckpt.match.match import match
 from ckpt.match.match_builder import Fit, Match
-from ckpt.match.wanted import wanted
+from ckpt.match.match_stateful import wanted
+from ckpt.match.overlaps import check_fits, differences, fingerprints
 from ckpt.plan.check_shares import NOTHING_SHARED, CheckShare, check_share
 from ckpt.plan.load_plan import LoadPlan, LoadPolicy, plan_load
 from ckpt.plan.read_plan import BoxCopies
@@ -28,7 +28,7 @@ from ckpt.sources import Source, open_source
 from ckpt.state.saved import Saved
 from ckpt.stores.store import Options
 from ckpt.transfer.record_sums import Verify
-from ckpt.transfer.shared_targets import SharedTargets
+from ckpt.transfer.run import SharedTargets
 from formats.native.shard import Progress
 from formats.storage import LOCAL_READ_BYTES, REMOTE_READ_BYTES, memory_name
 from sharding.agreement.ranks import HASH_BITS, Ranks, result_or_error

@@ -22,18 +22,16 @@ from ckpt.garbage import collected_later
 from ckpt.live.address import is_live
 from ckpt.load_agreement import TO_USER, LoadOptions, Matched, Plans, agreed_plans, agreed_source
 from ckpt.mapping.changes import Changes, MappingName
-from ckpt.match.casting import Casting, casting_of
-from ckpt.match.fitting import check_preflight_scalars
-from ckpt.match.match_builder import Fit
+from ckpt.match.match_builder import Casting, Fit, casting_of
+from ckpt.match.overlaps import check_preflight_scalars
 from ckpt.match.selection import Selection
 from ckpt.plan.check_shares import NOTHING_SHARED, CheckShare
 from ckpt.state.memory import will_change
 from ckpt.state.patterns import Rename
 from ckpt.stores.store import Options
-from ckpt.transfer.read import ReadPolicy
+from ckpt.transfer.read import ReadPolicy, Unchanged
 from ckpt.transfer.record_sums import RecordSums, Verify, checked_verify
 from ckpt.transfer.run import FileSource, LoadRun, failed_elsewhere, half_loaded
-from ckpt.transfer.unchanged import Unchanged
 from formats.native.shard import Progress
 from formats.storage import LOCAL_READ_BYTES
 from sharding.agreement.channel import TIMEOUT_SECONDS

@@ -36,7 +36,7 @@ from ckpt.state.merged_state import (
 )
 from ckpt.state.state_spec import StateSpec, check_members
 from ckpt.stores.local_store import LocalStore
-from ckpt.stores.read_only import check_writable
+from ckpt.stores.served_store import check_writable
 from ckpt.stores.store import Store, split_url
 from ckpt.transfer.bases import bases_used, check_unused, folder_beside
 from ckpt.transfer.commit import check_no_link, check_no_other, commit, is_not_there, now
@@ -52,7 +52,7 @@ from formats.native.manifest import (
     Manifest,
 )
 from formats.native.shard import ShardSummary
-from sharding.agreement.connected import ENDED, LATE
+from sharding.agreement.participant import ENDED, LATE
 from sharding.agreement.ranks import HASH_BITS, Ranks, result_or_error
 from sharding.errors import ArgumentError, ArgumentTypeError
 from sharding.layout import Mesh

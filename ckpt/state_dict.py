@@ -24,13 +24,11 @@ from ckpt.arguments import CastingRule, KindName
 from ckpt.budget import memory_budget
 from ckpt.errors import ReplicasWarning, StateError
 from ckpt.loading import Patterns
-from ckpt.match.casting import casting_of
-from ckpt.match.fitting import check_fits, check_preflight_scalars, differences, fingerprints
 from ckpt.match.match import match
-from ckpt.match.match_builder import Fit, Match
+from ckpt.match.match_builder import Fit, Match, casting_of
+from ckpt.match.overlaps import check_fits, check_preflight_scalars, differences, fingerprints
 from ckpt.match.selection import Selection
 from ckpt.state.flatten import FlatState, flatten
-from ckpt.state.local_states import with_names
 from ckpt.state.merged_state import (
     MergedState,
     agree_on_state,
@@ -38,10 +36,10 @@ from ckpt.state.merged_state import (
     spec_of,
     with_values_of_first,
 )
-from ckpt.state.nests import versioned
 from ckpt.state.patterns import Rename
 from ckpt.state.saved import Saved
-from ckpt.state.state_spec import check_members
+from ckpt.state.state_spec import check_members, versioned
+from ckpt.state.stateful import with_names
 from ckpt.state.typed_values import opened
 from ckpt.transfer.from_peers import beside, catalog_of, fill_from_peers, held_locally
 from ckpt.transfer.replica_hashes import ReplicaHashes, named
@@ -50,7 +48,7 @@ from formats.catalog import TensorRef, Tree
 from sharding.agreement.channel import TIMEOUT_SECONDS
 from sharding.agreement.ranks import HASH_BITS, Ranks
 from sharding.describe.describing import TensorLike
-from sharding.describe.local_part import LocalPart
+from sharding.describe.members import LocalPart
 from sharding.errors import ArgumentError
 from sharding.kind import Kind
 from sharding.reshard.kinds import converted, dtensor_like

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ckpt.display import natural
-from ckpt.stores.capabilities import Unfinished
+from ckpt.stores.driver import Unfinished
 from ckpt.stores.store import Options, Store, absolute, join_url, local_path, open_store, split_url
 from formats.errors import FormatError
 from formats.limits import current

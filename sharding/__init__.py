@@ -18,7 +18,7 @@ from sharding import errors  # noqa: E402 - after the check
 from sharding.errors import *  # noqa: E402, F403 - `sharding.errors` has the one list of errors
 
 if TYPE_CHECKING:
-    from sharding.describe.local_part import LocalPart
+    from sharding.describe.members import LocalPart
     from sharding.engine.flat_param_group import FlatParameter
     from sharding.fsdp1.wrapper import FullyShardedDataParallel
     from sharding.fsdp2.fully_shard import (

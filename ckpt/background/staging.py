@@ -4,28 +4,55 @@ Rules:
 
 1. The arena gets only the bytes that the rank writes, in the order of the shard file's data.
 2. "copied": the call copies all tensors. "overlapped": large tensors that only optimizers' steps
-   change are copied later, and steps wait for the copies (`ckpt.background.step_hooks`).
+   change are copied later, and steps wait for the copies (`ckpt.background.staging`).
 3. An early change of a tensor that is copied later fails the save. The tensor's version shows the
    change, or a sample of its elements if the change does not count as a version.
+
+Copies host memory into the arena, by one thread or by several.
+
+Rules:
+
+1. One thread copies in pieces of `PIECE_BYTES` and keeps the interpreter's lock. A thread that
+   releases the lock waits up to 5 ms for another thread that computes, after every piece. Pieces
+   of less than 1 MiB are a tenth slower if the memory has pages of 4 KiB.
+2. Several threads copy runs of `RUN_BYTES` and release the lock.
+3. The system writes memory that was never touched (`Arena.fill`), which spares a page fault for
+   every page.
+4. When a call that waits for all copies has ended in any way, no thread copies any more.
+
+Optimizer steps that wait for copies, and the optimizers whose steps can wait.
+
+Rules:
+
+1. One hook serves every optimizer of the process, also those that are in no state. The hook stays,
+   and does nothing between saves: to remove it from another thread would change a dict that an
+   optimizer may be iterating over.
+2. The hook runs before every other hook of a step, because others may write to parameters.
+3. Hooks run if torch's own wrapper is the outermost of `step`. A function that replaces `step`, on
+   a class or on an instance, may write before the hooks run, or run none. The wrapper of torch's
+   learning rate schedulers only counts steps, and does no harm.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
-from collections.abc import Sequence
-from typing import Literal
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal, Protocol
 
 import torch
+from torch.optim import Optimizer, lr_scheduler, optimizer
 
 from ckpt.background.arena import Arena
-from ckpt.background.copies import Copies, copy_all
 from ckpt.background.device_copies import DeviceCopies
 from ckpt.background.slots import Slot
-from ckpt.background.step_hooks import hold_steps, storage_of
 from ckpt.errors import StateChangedError
 from ckpt.state.flatten import Leaf
-from ckpt.state.memory import is_plain
-from ckpt.state.samples import sampled
+from ckpt.state.memory import is_plain, sampled
+from ckpt.state.stateful import MAX_DEPTH
 from ckpt.transfer.write import blocks
 
 When = Literal["copied", "overlapped"]
@@ -158,3 +185,203 @@ def _version(leaf: Leaf) -> tuple[int, ...]:
         for tensor in (leaf.local, leaf.given)
         if isinstance(tensor, torch.Tensor) and not tensor.is_inference()
     )
+
+
+PIECE_BYTES = 4 << 20
+RUN_BYTES = 16 << 20
+WORTH_THREADS_BYTES = 64 << 20
+"""One thread copies fewer bytes in about the time that other threads need to start."""
+
+Run = tuple[Slot, int, int]
+"""Bytes `[lo, hi)` of a slot."""
+
+_locked_memmove = ctypes.PyDLL(None).memmove
+"""`memmove` with the interpreter's lock kept."""
+_locked_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_locked_memmove.restype = ctypes.c_void_p
+
+
+def runs(found: Sequence[Slot]) -> Iterator[Run]:
+    """Yields the bytes of slots, in runs that can be copied one by one."""
+    for slot in found:
+        nbytes = slot.item.nbytes
+        for lo in range(0, nbytes, RUN_BYTES):
+            yield slot, lo, min(lo + RUN_BYTES, nbytes)
+
+
+class Copies:
+    """Runs that are copied once each. Any thread may help, and a waiting thread does."""
+
+    def __init__(self, found: Sequence[Slot], data: memoryview, arena: Arena) -> None:
+        self._runs = list(runs(found))
+        self._data = data
+        """The view that keeps the memory mapped."""
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(data)) if self._runs else 0
+        self._arena = arena
+        self._todo = deque(range(len(self._runs)))
+        """Numbers of the runs that no thread has begun."""
+        self._copied: set[int] = set()
+        self._helping: list[threading.Lock] = []
+        """Locks, each held by a thread while it copies runs."""
+
+    def help(self) -> None:
+        """Copies the runs that no thread has begun. `finish` repeats runs that fail here."""
+        mine = threading.Lock()
+        self._helping.append(mine)
+        with mine, suppress(IndexError):  # no run is left
+            while True:
+                number = self._todo.popleft()
+                with suppress(Exception):
+                    self._copy(*self._runs[number])
+                    self._copied.add(number)
+
+    def finish(self) -> None:
+        """Returns once everything is copied; called once."""
+        self.help()
+        self._wait_for_helpers()
+        for number, run in enumerate(self._runs):
+            if number not in self._copied:  # the thread that began it failed, or was interrupted
+                self._copy(*run)
+
+    def drop(self) -> None:
+        """Drops the runs that are left, and all references to memory."""
+        self._todo.clear()
+        self._runs = []
+
+    def share(self, helpers: int) -> None:
+        """Returns once this thread and so many others have copied everything."""
+        try:
+            for _ in range(helpers):
+                with suppress(RuntimeError):  # no thread can be started
+                    threading.Thread(target=self.help, name="ckpt-copy", daemon=True).start()
+            self.finish()
+        finally:
+            self.drop()
+            self._wait_for_helpers()
+
+    def _wait_for_helpers(self) -> None:
+        for helping in list(self._helping):
+            with helping:
+                pass
+
+    def _copy(self, slot: Slot, lo: int, hi: int) -> None:
+        source, target = slot.address() + lo, slot.item.offset + lo
+        if slot.item.offset + hi > self._arena.touched:
+            self._arena.fill(target, source, hi - lo)
+        else:
+            ctypes.memmove(self._base + target, source, hi - lo)
+
+
+def copy_all(found: Sequence[Slot], data: memoryview, arena: Arena, workers: int) -> None:
+    """Returns once this thread and `workers` - 1 others have copied all slots."""
+    nbytes = sum(slot.item.nbytes for slot in found)
+    end = max((slot.item.offset + slot.item.nbytes for slot in found), default=0)
+    if workers > 1 and nbytes >= WORTH_THREADS_BYTES:
+        Copies(found, data, arena).share(workers - 1)
+    elif end > arena.touched:
+        Copies(found, data, arena).finish()
+    elif found:
+        _copy_in_pieces(found, ctypes.addressof(ctypes.c_char.from_buffer(data)))
+
+
+def _copy_in_pieces(found: Sequence[Slot], base: int) -> None:
+    copy = _locked_memmove
+    for (_, _, dtype, lo, hi, _, offset), leaf in found:
+        itemsize = dtype.itemsize
+        # The call has just checked that the tensor has all of its memory.
+        source, target = leaf.local.data_ptr() + lo * itemsize, base + offset
+        nbytes = (hi - lo) * itemsize
+        for at in range(0, nbytes, PIECE_BYTES):
+            copy(target + at, source + at, min(PIECE_BYTES, nbytes - at))
+
+
+class Copying(Protocol):
+    """Copies that a step must wait for."""
+
+    def wait(self) -> None:
+        """Returns once everything is copied, or the copies have failed."""
+        ...
+
+
+_holding: Copying | None = None
+_hook: Any = None
+"""The registration of the hook."""
+
+
+def hold_steps(copying: Copying) -> None:
+    """From now on the step of every optimizer waits for these copies (rules 1 and 2)."""
+    global _holding, _hook
+    _holding = copying
+    if _hook is None:
+        _hook = optimizer.register_optimizer_step_pre_hook(_before_step)
+    hooks: Any = optimizer._global_optimizer_pre_hooks
+    hooks.move_to_end(_hook.id, last=False)
+
+
+def _before_step(*_: object) -> None:
+    if _holding is not None:
+        _holding.wait()
+
+
+def _let_go() -> None:
+    """Drops the copies in a forked child, where no thread finishes them."""
+    global _holding
+    _holding = None
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+_HOOKING = Optimizer.profile_hook_step(lambda *_: None).__code__
+"""The code of torch's wrapper, which all wrapped steps share."""
+
+
+def runs_hooks(given: Optimizer) -> bool:
+    """Whether the hooks of an optimizer run before its step writes any tensor (rule 3)."""
+    step: Any = vars(given).get("step", type(given).step)
+    step = getattr(step, "__func__", step)
+    if getattr(step, "__globals__", None) is vars(lr_scheduler):
+        step = getattr(step, "__wrapped__", None)
+    return getattr(step, "__code__", None) is _HOOKING
+
+
+def optimizers(state: object, depth: int = 0) -> Iterator[Optimizer]:
+    """Yields the optimizers in a nest."""
+    if isinstance(state, Optimizer):
+        yield state
+    elif depth > MAX_DEPTH:
+        return
+    elif isinstance(state, Mapping):
+        for item in state.values():
+            yield from optimizers(item, depth + 1)
+    elif isinstance(state, list | tuple):
+        for item in state:
+            yield from optimizers(item, depth + 1)
+
+
+def held_storages(state: object) -> set[int]:
+    """Returns the addresses of storages in a state that only steps with hooks write to."""
+    held: set[int] = set()
+    free: set[int] = set()
+    for found in optimizers(state):
+        (held if runs_hooks(found) else free).update(_storages(found))
+    return held - free - {0}
+
+
+def _storages(given: Optimizer) -> Iterator[int]:
+    """Yields the addresses of the storages of an optimizer's parameters and state."""
+    for group in given.param_groups:
+        yield from map(storage_of, group["params"])
+    for state in given.state.values():
+        if isinstance(state, Mapping):
+            yield from (storage_of(v) for v in state.values() if isinstance(v, torch.Tensor))
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Returns the address of a tensor's storage, or of a DTensor's local one; 0 without one."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    try:
+        return int(local.untyped_storage().data_ptr())
+    except (RuntimeError, NotImplementedError):  # torch's, for a tensor without a storage
+        # A subclass without memory of its own: it wraps tensors that are visited themselves, or has
+        # no data (meta, fake).
+        return 0

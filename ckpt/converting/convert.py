@@ -56,8 +56,7 @@ from ckpt.mapping.model_files import ModelFiles, base_name_of, config_of, plans_
 from ckpt.sources import Source, open_source
 from ckpt.stores.request_errors import explained_on_disk
 from ckpt.stores.store import Options, local_path, open_store, split_url
-from ckpt.transfer.copy_shares import called_together, write_plans
-from ckpt.transfer.copy_streams import memory_bytes_of
+from ckpt.transfer.copy_shares import called_together, memory_bytes_of, write_plans
 from formats import dcp, gguf, npz, torch_save
 from formats.catalog import OpaqueValue, Tree, join, without_opaque
 from formats.errors import UnsupportedError

@@ -5,7 +5,7 @@ Rules:
 1. Before a byte is written, the headers prove that all elements are in files of the right length.
    An incomplete checkpoint is thus an error before the conversion writes.
 2. Tensors are copied by `ckpt.transfer.copy_files`. Their own streams are for callers that take
-   bytes in order; `ckpt.transfer.copy_streams` reads many streams ahead.
+   bytes in order; `ckpt.transfer.copy_shares` reads many streams ahead.
 3. Uncompressed files are planned, and copied like those of any other format, by one process or by
    all ranks. The sizes of compressed chunks are known only once they are written, so one process
    compresses streams. The manifest comes last.
@@ -30,8 +30,7 @@ from ckpt.plan.copy_plan import CopySource
 from ckpt.stores.store import Options, Store, local_path, open_store
 from ckpt.transfer.commit import commit, is_not_there, now
 from ckpt.transfer.copy_files import FileCopier
-from ckpt.transfer.copy_shares import write_plans
-from ckpt.transfer.copy_streams import streamed
+from ckpt.transfer.copy_shares import streamed, write_plans
 from ckpt.version import __version__
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType

@@ -8,7 +8,7 @@ import numpy as np
 
 from ckpt.checking.elements import Tolerance, same_value
 from ckpt.converting.native_target import StoredState
-from ckpt.transfer.copy_streams import streamed
+from ckpt.transfer.copy_shares import streamed
 from formats.catalog import TensorRef, Tree, named_leaves
 from formats.errors import CorruptError
 from formats.outgoing import OutgoingTensor

@@ -35,8 +35,8 @@ from ckpt.errors import ExistsError, NotDurableWarning, StoreError
 from ckpt.nearby import checkpoints_below
 from ckpt.sources import Source
 from ckpt.stores.local_store import PART_SUFFIX, RENAME_EXCHANGE, rename_with
-from ckpt.stores.read_only import check_writable
 from ckpt.stores.request_errors import explained_on_disk
+from ckpt.stores.served_store import check_writable
 from ckpt.stores.store import (
     Options,
     Store,

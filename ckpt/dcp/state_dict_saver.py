@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from ckpt.background.save_handle import SaveHandle
+from ckpt.background.save import SaveHandle
 from ckpt.dcp.arguments import (
     check_coordinator,
     check_state,

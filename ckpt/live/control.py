@@ -17,9 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 
-from ckpt.live.acceptor import Acceptor
 from ckpt.live.datagrams import close_all, receive_message, send_message
 from ckpt.live.host import Host
+from ckpt.live.http_server import is_token
 from ckpt.live.memory_file import memory_file
 from ckpt.live.protocol import (
     MOST_DESCRIPTORS,
@@ -42,8 +42,7 @@ from ckpt.live.protocol import (
     json_bytes,
     request_of,
 )
-from ckpt.live.tokens import is_token
-from ckpt.live.wire import Wire
+from ckpt.live.wire import Acceptor, Wire
 
 Answer = tuple[dict[str, object], tuple[int, ...]]
 """The answer and its descriptors."""

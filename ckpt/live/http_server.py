@@ -5,24 +5,33 @@ Rules:
 1. A request has limits: of its head and body, and of the time that it takes to arrive. What breaks
    them is answered by a refusal where an answer is possible, and the connection is closed.
 2. A connection without a whole request costs a task and a descriptor until its time is over, or
-   until others need its place (`ckpt.live.acceptor`). Without the token it gets one answer.
+   until others need its place (`ckpt.live.wire`). Without the token it gets one answer.
 3. `HttpConnection.content` is the content of the last answer, until the connection asks again: the
    reader may not yet have taken all bytes out of the system's buffers, not even at the end of the
    connection.
 4. An unexpected exception ends one connection, by an answer with status 500, and never the server.
 5. A request has one reading: a proxy in front of the server sees the same end of it. h11 is
    generous, as RFC 9112 allows; `_check_head` is not.
+
+The `Range` of a request for a file.
+
+The token of a request compared with that of a server.
+
+Sockets that listen, and the number of connections for which there are descriptors.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import re
+import resource
 import socket
 import ssl
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Protocol, cast
@@ -30,7 +39,6 @@ from urllib.parse import parse_qsl
 
 import h11
 
-from ckpt.live.acceptor import Acceptor
 from ckpt.live.protocol import (
     BODY_BYTES,
     HEADER_BYTES,
@@ -41,7 +49,7 @@ from ckpt.live.protocol import (
     RefusedError,
     Segment,
 )
-from ckpt.live.wire import Wire
+from ckpt.live.wire import Acceptor, Wire
 from ckpt.version import __version__
 
 SERVER = f"ckpt/{__version__}"
@@ -368,3 +376,85 @@ class _Length:
 
     def __len__(self) -> int:
         return self._nbytes
+
+
+_RANGE = re.compile(r"bytes=([0-9]{0,20})-([0-9]{0,20})")
+
+
+def byte_range(header: str, size: int) -> tuple[int, int]:
+    """Returns the half-open range that a header asks for. Raises RefusedError unless it is one.
+
+    >>> byte_range("bytes=2-5", 10), byte_range("bytes=7-", 10), byte_range("bytes=-2", 10)
+    ((2, 6), (7, 10), (8, 10))
+    """
+    found = _RANGE.fullmatch(header.strip())
+    if found is None or found.groups() == ("", ""):
+        raise RefusedError(
+            "range", f"Range: {header:.80}: give one range, as bytes=0-99", size=size
+        )
+    first, last = found.groups()
+    if first:
+        lo, hi = int(first), min(int(last) + 1 if last else size, size)
+    else:
+        lo, hi = max(size - int(last), 0), size
+    if lo >= hi:
+        raise RefusedError("range", f"Range: {header:.80}: the file has {size} bytes", size=size)
+    return lo, hi
+
+
+def file_answer(
+    content: Content, header: str | None, headers: tuple[tuple[str, str], ...] = ()
+) -> HttpAnswer:
+    """Returns the answer with a file, or with the wanted range of it."""
+    size = content.nbytes
+    told = (("accept-ranges", "bytes"), ("content-type", "application/octet-stream"), *headers)
+    if header is None:
+        return HttpAnswer(headers=told, content=content, lo=0, hi=size)
+    lo, hi = byte_range(header, size)
+    told += (("content-range", f"bytes {lo}-{hi - 1}/{size}"),)
+    return HttpAnswer(status=206, headers=told, content=content, lo=lo, hi=hi)
+
+
+_BEARER = "bearer "
+
+
+def is_token(given: str, wanted: str) -> bool:
+    """Whether two tokens are equal, in a time that does not tell how equal they are."""
+    return hmac.compare_digest(given.encode("utf-8", "replace"), wanted.encode())
+
+
+def check_token(headers: Mapping[str, str], query: Mapping[str, str], wanted: str) -> None:
+    """Raises RefusedError unless a request has the token, in a header or in its query."""
+    header = headers.get("authorization", "")
+    is_bearer = header.lower().startswith(_BEARER)
+    given = header[len(_BEARER) :].strip() if is_bearer else query.get("token")
+    if given is None or not given:
+        text = "a token is needed: `Authorization: Bearer TOKEN`, or ?token= in the URL"
+        raise RefusedError("token", text)
+    if not is_token(given, wanted):
+        order = "; the path of a URL comes before ?token=" if "/" in given else ""
+        raise RefusedError("token", f"the token is wrong{order}")
+
+
+EVERY_ADDRESS = ("", "0.0.0.0", "::")
+"""These mean all addresses of the host: a server can listen there, and no reader can connect."""
+_LEAST, _MOST = 64, 100_000
+"""Bounds of the number of connections."""
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Returns a socket that listens at an address of this host. Raises OSError."""
+    family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(where[:2], family=family, backlog=1024)
+
+
+def most_connections() -> int:
+    """Returns the number of connections that a server may have; lifts the limit of descriptors.
+
+    A quarter of the descriptors stays for files.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(max(soft // 4 * 3, _LEAST), _MOST)

@@ -2,30 +2,46 @@
 
 `HostServer.start` starts the process, `HostServer.attach` connects to one that runs. Every object
 has a connection of its own. A connection has one request at a time; threads wait for each other.
+
+The process of a host server: no torch, one thread, no part in any training.
+
+`ckpt.live.process` starts it: the options come by standard input, and one answer goes to standard
+output. Rules:
+
+1. The process has a session of its own and ignores signals to a whole job: it outlives trainers.
+   It ends when it serves no name any more, and if no owner comes within `START_SECONDS`.
+2. It gives up the place of its socket as soon as its last name is ending, so that a new publisher
+   of the same name need not wait for the old one's readers.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import ProtocolError, StoreError, StoreTimeoutError, UnreachableError
 from ckpt.live import runtime
 from ckpt.live.address import NAME
+from ckpt.live.control import ControlServer
 from ckpt.live.datagrams import close_all, receive_message, send_message
-from ckpt.live.listening import EVERY_ADDRESS
+from ckpt.live.host import Host
+from ckpt.live.http_server import EVERY_ADDRESS, HttpServer, listen, most_connections
 from ckpt.live.protocol import (
     LEASE_SECONDS,
     Address,
@@ -52,6 +68,8 @@ from ckpt.live.protocol import (
     segments_of,
     versions_of,
 )
+from ckpt.live.server import LiveApp
+from ckpt.live.table import Table
 from sharding.errors import ArgumentError, CkptError
 
 if TYPE_CHECKING:
@@ -62,7 +80,7 @@ ANSWER_SECONDS = 60.0
 """The longest wait for an answer, beside the wait that the request asks for."""
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals to a whole job, which the server ignores."""
-_START = "import sys; sys.path[:] = sys.argv[1:]; from ckpt.live.host_process import main; main()"
+_START = "import sys; sys.path[:] = sys.argv[1:]; from ckpt.live.process import main; main()"
 _OPEN: weakref.WeakSet[HostServer] = weakref.WeakSet()
 
 
@@ -386,3 +404,95 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+def main() -> None:
+    """Serves until there is nothing to serve."""
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    options = HostOptions(**json.loads(sys.stdin.buffer.read()))
+    if os.fork():  # the trainer's child ends at once, so that none of its children is left over
+        os._exit(0)
+    os.setsid()
+    os.chdir("/")
+    path = runtime.socket_path(options.name)
+    try:
+        with runtime.locked(path.parent):
+            _refuse_second(options.name)
+            runtime.remove_dead()
+            listener = listen(options.address, options.port)
+            unix = runtime.listen(path)
+    except RefusedError as refusal:
+        _tell(refusal.json())
+        return
+    except (OSError, CkptError) as error:
+        runtime.remove_empty_log(path)
+        _tell(_failure(options, error))
+        return
+    place = _Place(path, runtime.inode(path))
+    try:
+        asyncio.run(_serve(options, listener, unix, place))
+    finally:
+        place.leave()
+        runtime.remove_empty_log(path)
+
+
+@dataclass(slots=True)
+class _Place:
+    """The place of the socket in the folder."""
+
+    path: Path
+    inode: int | None
+
+    def leave(self) -> None:
+        """Removes the socket, unless another server has taken its place."""
+        if self.inode is None:
+            return
+        with suppress(OSError), runtime.locked(self.path.parent):
+            if runtime.inode(self.path) == self.inode:
+                self.path.unlink()
+        self.inode = None
+
+
+async def _serve(
+    options: HostOptions, listener: socket.socket, unix: socket.socket, place: _Place
+) -> None:
+    address: Address = (options.advertise, listener.getsockname()[1])
+    table = Table(options.lease_seconds, options.memory_bytes)
+    host = Host(options.token, table, address, str(place.path), place.leave)
+    most = most_connections()
+    http = HttpServer(listener, LiveApp(host), most)
+    host.connections = http.connections
+    control = ControlServer(unix, host, most // 8)
+    _tell({"ok": {}})
+    await host.is_done.wait()
+    await control.close()
+    await http.close()
+    host.close()
+
+
+def _refuse_second(name: str) -> None:
+    try:
+        other = HostServer.attach(name)
+    except CkptError:
+        return
+    with other:
+        raise RefusedError(
+            "exists",
+            f"{name} is served on this host already, by process {other.pid}; take another name, "
+            "or end that publisher",
+        )
+
+
+def _failure(options: HostOptions, error: Exception) -> dict[str, Any]:
+    where = f"{options.address}:{options.port}"
+    return {"error": "internal", "message": f"the server cannot listen at {where}: {error}"}
+
+
+def _tell(answer: dict[str, Any]) -> None:
+    """Gives the answer to the process that waits, and lets go of it."""
+    os.write(1, json.dumps(answer).encode())
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    os.close(nothing)

@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.arguments import Uncopied
 from ckpt.background.arena import Arena
-from ckpt.background.save import begin
-from ckpt.background.save_handle import SaveHandle
+from ckpt.background.save import SaveHandle, begin
 from ckpt.background.staging import COPIED
-from ckpt.background.workplace import Workplace, new_arena
+from ckpt.background.writers import Workplace, new_arena
 from ckpt.errors import ClosedError
 from ckpt.garbage import collected_later
 from ckpt.in_flight import Lane, told_by_this_call

@@ -18,7 +18,14 @@ from time import monotonic
 
 from ckpt.live.address import FILE, NAME, version_of
 from ckpt.live.host import Host
-from ckpt.live.http_server import HttpAnswer, HttpConnection, HttpRequest, json_answer
+from ckpt.live.http_server import (
+    HttpAnswer,
+    HttpConnection,
+    HttpRequest,
+    check_token,
+    file_answer,
+    json_answer,
+)
 from ckpt.live.protocol import (
     WAIT_SECONDS,
     RefusedError,
@@ -28,8 +35,6 @@ from ckpt.live.protocol import (
     version_or_newest,
 )
 from ckpt.live.pull import COPY, pull
-from ckpt.live.ranges import file_answer
-from ckpt.live.tokens import check_token
 
 LEASE_HEADER = "ckpt-lease"
 

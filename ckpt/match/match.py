@@ -19,30 +19,27 @@ from torch.optim import Optimizer
 
 import sharding
 from ckpt.errors import Difference, DifferenceKind, MismatchError, skipped_warning
-from ckpt.match.casting import dtype_problem
-from ckpt.match.match_builder import NOT_SAVED, Fit, Installer, Match, MatchBuilder
+from ckpt.match.match_builder import NOT_SAVED, Fit, Installer, Match, MatchBuilder, dtype_problem
 from ckpt.match.match_optimizer import match_optimizer
-from ckpt.match.match_per_rank import match_per_rank
 from ckpt.match.match_positions import named_like_target
-from ckpt.match.match_stateful import filled, match_stateful
+from ckpt.match.match_stateful import filled, match_per_rank, match_stateful
 from ckpt.match.overlaps import shared_memory
 from ckpt.match.selection import no_name
 from ckpt.plan.load_plan import LoadItem
-from ckpt.state.local_states import by_parameters
 from ckpt.state.memory import torch_can_share
 from ckpt.state.per_rank import PerRank
-from ckpt.state.refusals import instead_of_array
 from ckpt.state.saved import MISSING, Missing, Saved, holds_tensor, kind_of
 from ckpt.state.stateful import (
     OptimizerNames,
     ParameterNames,
     Stateful,
+    by_parameters,
     call_of,
     identity,
     parameter_names,
 )
 from ckpt.state.tensor_kinds import ORDINARY, check_mode, kind_problem, memory_problem
-from ckpt.state.typed_values import is_plain_array, like_target
+from ckpt.state.typed_values import instead_of_array, is_plain_array, like_target
 from formats.catalog import TensorRef, join, versions_in
 from formats.native.tree import ROOT
 from sharding.describe.describing import (
@@ -53,8 +50,7 @@ from sharding.describe.describing import (
     part_of,
     state_dict_keys,
 )
-from sharding.describe.local_part import LocalPart
-from sharding.describe.members import NamedParameter
+from sharding.describe.members import LocalPart, NamedParameter
 from sharding.describe.sharded_tensor import is_sharded
 from sharding.layout import Mesh
 

@@ -27,11 +27,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ckpt.match.match_blocks import match_with_blocks
 from ckpt.match.match_builder import Installer, MatchBuilder, whole_tensor
-from ckpt.match.match_entries import SavedState, lacking_entries
+from ckpt.match.match_entries import SavedState, lacking_entries, match_slices, match_with_blocks
 from ckpt.match.match_positions import are_numbers, saved_members, saved_path
-from ckpt.match.match_slices import match_slices
 from ckpt.match.match_stateful import Fill, match_stateful
 from ckpt.state.memory import torch_dtype
 from ckpt.state.saved import Missing, node_at

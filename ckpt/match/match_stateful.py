@@ -13,6 +13,16 @@ Rules:
 4. Unselected entries stay in the nest as `state_dict()` returned them.
 5. If the saved state is one dict of plain values and all of it is selected, the match does not call
    `state_dict()`.
+
+Matches an object of one rank (`ckpt.state.per_rank`): it gets the state of its rank.
+
+The state is loaded whole, into new memory on the CPU, or not at all if no name of it is selected.
+The match does not call `state_dict()` of the target's object.
+
+The part of a training's folder that a target wants.
+
+A folder of Trainer or Accelerate holds weights, an optimizer and more, each at its key. A program
+that loads a model from it wants the weights, with the names of the model (docs/formats.md).
 """
 
 from __future__ import annotations
@@ -23,16 +33,18 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
+from torch import nn
 
 from ckpt.match.match_builder import NOT_SAVED, Installer, MatchBuilder
 from ckpt.state.flatten import DICTS, SPREAD
-from ckpt.state.local_states import by_parameters
-from ckpt.state.saved import Missing, holds_tensor, nodes_in
-from ckpt.state.stateful import Stateful, call_of
-from formats.catalog import Key, TensorRef, Tree, join
+from ckpt.state.per_rank import PerRank, ranks_in
+from ckpt.state.saved import Missing, holds_tensor, kind_of, nodes_in
+from ckpt.state.stateful import Stateful, by_parameters, call_of
+from formats.catalog import Catalog, Key, TensorRef, Tree, join
+from formats.joined import under
 from formats.native.tree import ROOT
 from sharding.describe.describing import TensorLike
-from sharding.describe.local_part import LocalPart
+from sharding.describe.members import LocalPart
 from sharding.describe.sharded_tensor import is_sharded
 
 Fill = Callable[[TensorLike, str], None]
@@ -175,3 +187,53 @@ def filled(node: MutableMapping[object, object], items: Mapping[Any, object]) ->
 
 def _is_tensor(node: object) -> TypeGuard[TensorLike]:
     return isinstance(node, SPREAD)
+
+
+def match_per_rank(builder: MatchBuilder, node: PerRank, path: str) -> Installer:
+    """Matches an object of this rank with the states that ranks have saved at a path."""
+    if not builder.selects(path):
+        return lambda: node
+    saved = builder.saved.node(path)
+    if isinstance(saved, Missing):
+        builder.differ(path, "missing", "is in the target and not in the checkpoint")
+        return lambda: node
+    builder.used.update(builder.saved.under(path))
+    keys, here = ranks_in(saved), list(builder.world.ranks())
+    if not keys or not isinstance(saved, dict):
+        builder.differ(
+            path,
+            "structure",
+            f"is {kind_of(saved)} in the checkpoint, and a state for each rank in the target",
+        )
+        return lambda: node
+    problem = node.problem(keys, here)
+    if problem is not None:
+        builder.differ(path, "structure", problem)
+        return lambda: node
+    steps = {
+        rank: builder.whole(saved[keys[rank]], join(path, keys[rank]), is_one=True)
+        for rank in node.wanted(keys, here)
+    }
+
+    def install() -> object:
+        states = {rank: step() for rank, step in steps.items()}
+        with call_of("load_state_dict", path):
+            node.install(states, here if set(keys) != set(here) else ())
+        return node
+
+    return install
+
+
+def wanted(catalog: Catalog, state: object) -> Catalog:
+    """Returns the weights of a training's folder for a module or a dict with other keys.
+
+    A dict with one of the folder's own keys wants the whole folder; so do an empty dict and any
+    other object. Another checkpoint is returned unchanged.
+    """
+    if not catalog.weights:
+        return catalog
+    own = catalog.tree if isinstance(catalog.tree, dict) else {}
+    has_other_keys = isinstance(state, Mapping) and bool(state) and not any(k in own for k in state)
+    if isinstance(state, nn.Module) or has_other_keys:
+        return under(catalog, catalog.weights)
+    return catalog

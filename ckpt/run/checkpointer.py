@@ -48,9 +48,8 @@ from ckpt.run.history import (
 )
 from ckpt.run.local_tier import LocalOptions, LocalTier, local_options
 from ckpt.run.memory_tier import Memory, MemoryTier
-from ckpt.run.preemption import PreemptionSignals
 from ckpt.run.retention import Keep, best_first
-from ckpt.run.saves import LastGiven, RunSaves, SaveArguments, checked_metadata
+from ckpt.run.saves import LastGiven, PreemptionSignals, RunSaves, SaveArguments, checked_metadata
 from ckpt.run.schedule import Schedule, next_exchange
 from ckpt.save_protocol import StoredDtypes
 from ckpt.state.patterns import Rename

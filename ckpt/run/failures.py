@@ -6,7 +6,7 @@ from typing import Literal
 from warnings import warn
 
 from ckpt.errors import ArgumentError, CkptError, NotOwnerError, RankError, SaveFailedWarning
-from sharding.agreement.connected import ENDED, LATE
+from sharding.agreement.participant import ENDED, LATE
 
 OnFailure = Literal["continue", "raise"]
 HOPELESS = (

@@ -52,7 +52,7 @@ from sharding.agreement.ranks import Ranks
 from sharding.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from ckpt.background.save_handle import SaveHandle
+    from ckpt.background.save import SaveHandle
     from sharding.agreement.ranks import Group
 
 __all__ = ["Memory"]

@@ -18,14 +18,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.errors import StateError
-from ckpt.state.local_states import by_parameters
 from ckpt.state.memory import torch_can_share
-from ckpt.state.refusals import instead_of, instead_of_array, instead_of_key, shown
 from ckpt.state.saved import holds_tensor
 from ckpt.state.stateful import (
     MAX_DEPTH,
     ParameterNames,
     Stateful,
+    by_parameters,
     call_of,
     check_whole,
     has_address,
@@ -43,7 +42,17 @@ from ckpt.state.tensor_kinds import (
     kind_problem,
     memory_problem,
 )
-from ckpt.state.typed_values import OF_TYPE, Kind, is_number, is_plain_array, typed
+from ckpt.state.typed_values import (
+    OF_TYPE,
+    Kind,
+    instead_of,
+    instead_of_array,
+    instead_of_key,
+    is_number,
+    is_plain_array,
+    shown,
+    typed,
+)
 from formats.catalog import Key, TensorRef, Tree, TypedValue, join, versions_in
 from formats.dtypes import DType, dtype_of_torch
 from formats.errors import UnsupportedError
@@ -58,7 +67,7 @@ from sharding.describe.describing import (
     part_of,
 )
 from sharding.describe.dtensor import described_before, replicated
-from sharding.describe.local_part import LocalPart
+from sharding.describe.members import LocalPart
 from sharding.layout import Layout, Mesh, is_dense
 
 MAX_INTEGER_BITS = 8192

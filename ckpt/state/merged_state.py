@@ -1,23 +1,46 @@
 """Merges the states of all ranks into one.
 
 The ranks usually have equal state specs, and one exchange of hashes proves it. If they differ, for
-example between pipeline stages, the ranks exchange their specs (`ckpt.state.sections`), and all
+example between pipeline stages, the ranks exchange their specs (`ckpt.state.merged_state`), and all
 merge them alike.
+
+Merges state specs that differ between ranks, section by section.
+
+A section is a run of a state's top entries. Equal sections are sent once, so a rank with one entry
+of its own sends this entry and not the whole model.
+
+Any number of ranks needs two exchanges: of the fingerprints of all sections, and of the sections,
+each sent by the lowest rank that has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import marshal
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from struct import Struct
+from typing import Any, TypeAlias
+
+import xxhash
 
 from ckpt.errors import StateError, ValuesWarning
+from ckpt.last_call import keeps_last
 from ckpt.state.flatten import FlatState
-from ckpt.state.nests import conflicting_values, without_tensors
-from ckpt.state.sections import fingerprints, merge, short_hash, summary, unpacked_summary
-from ckpt.state.state_spec import StateSpec
+from ckpt.state.saved import leaves
+from ckpt.state.state_spec import (
+    StateSpec,
+    conflicting_values,
+    is_node,
+    merged,
+    outline,
+    without_tensors,
+)
+from formats.catalog import Key, TensorRef, Tree
 from formats.dtypes import DType
-from formats.native.manifest import StoredTensor
-from sharding.agreement.ranks import Ranks
+from formats.native.manifest import Manifest, StoredTensor, dump, load
+from sharding.agreement.ranks import HASH_BITS, Ranks
 from sharding.errors import listed
 from sharding.layout import Layout
 
@@ -186,3 +209,194 @@ class _LocalState:
     values: int
     """The hash of the structure and the plain values."""
     balance: int
+
+
+RUN_KEYS = 16
+"""The average number of top entries in a section of tensors and values."""
+_SIZE = Struct("!I")
+_HASH = Struct("!q")
+
+
+def fingerprints(described: StateSpec) -> tuple[int, int]:
+    """Returns a hash of names, dtypes, layouts, ties and keys, and one that includes the values."""
+    values: list[object] = []
+    keys = outline(described.tree, values)
+    aliases = sorted(described.aliases.items())
+    optimizers = sorted(described.optimizers.items())
+    structure = _hash((_last_tensors_hash(described.tensors), aliases, keys, optimizers))
+    return structure, _hash((structure, values))
+
+
+def _tensors_hash(tensors: Mapping[str, StoredTensor]) -> int:
+    """Returns a hash of names, dtypes and layouts."""
+    kinds: dict[str, int] = {}
+    kind_of: dict[int, int] = {}
+    """By the id of a `StoredTensor`, which many tensors share."""
+    kind_numbers: list[int] = []
+    for tensor in tensors.values():
+        kind = kind_of.get(id(tensor))
+        if kind is None:
+            text = repr((tensor.dtype.name, tensor.layout))
+            kind = kind_of[id(tensor)] = kinds.setdefault(text, len(kinds))
+        kind_numbers.append(kind)
+    return _hash((list(tensors), kind_numbers, list(kinds)))
+
+
+_last_tensors_hash = keeps_last(_tensors_hash)
+
+
+def _hash(values: Any) -> int:
+    try:
+        # Version 2 of marshal's format has no references: equal values give equal bytes.
+        return short_hash(marshal.dumps(values, 2))
+    except ValueError:  # a key of a user's class
+        return short_hash(repr(values).encode("utf-8", "surrogatepass"))
+
+
+def short_hash(data: bytes) -> int:
+    """Returns a hash that ranks can compare."""
+    return xxhash.xxh3_64_intdigest(data) >> (64 - HASH_BITS)
+
+
+def summary(described: StateSpec) -> bytes:
+    """Returns a state spec as bytes for another rank."""
+    d = described
+    return dump(
+        Manifest(
+            d.tensors,
+            d.aliases,
+            d.tree,
+            (),
+            strides=d.strides,
+            optimizers=d.optimizers,
+            versions=d.versions,
+        )
+    )
+
+
+def unpacked_summary(text: bytes) -> StateSpec:
+    """Returns the state spec in the bytes of another rank."""
+    manifest = load(text, "another rank's summary", stored=False)
+    m = manifest
+    return StateSpec(m.tensors, m.aliases, m.tree, m.strides, m.optimizers, m.versions)
+
+
+def merge(ranks: Ranks, mine: StateSpec) -> Callable[[], StateSpec]:
+    """Exchanges the sections. Returns a function that merges them, equal on all ranks.
+
+    All ranks call this. Communicates. The function raises StateError for contradicting sections.
+    """
+    own = {fingerprints(section)[1]: section for section in sections(mine)}
+    table = _table(ranks, list(own))
+    told = [own[fingerprint] for fingerprint, holders in table if holders[0] == ranks.rank]
+    record = zlib.compress(b"".join(map(_sized, map(summary, told))), 1)
+    answer = ranks.joined("exchanging the states", record, lambda r: b"".join(map(_sized, r)))
+    world = ranks.mesh
+    members: dict[tuple[int, ...], list[int]] = {}
+    """Sections of the same ranks share one list."""
+
+    def uniting() -> StateSpec:
+        found: list[tuple[Sequence[int], StateSpec]] = []
+        texts = (text for packed in _parts(answer) for text in _parts(zlib.decompress(packed)))
+        for (fingerprint, holders), text in zip(table, texts, strict=True):
+            if holders not in members:
+                members[holders] = [world.rank((rank,)) for rank in holders]
+            section = own[fingerprint] if fingerprint in own else unpacked_summary(text)
+            found.append((members[holders], section))
+        return merged(found, world)
+
+    return uniting
+
+
+def sections(described: StateSpec) -> Iterator[StateSpec]:
+    """Yields the sections of a state spec, in order.
+
+    Equal top entries are in equal sections on nearly all ranks, even with other entries in between.
+    The first section of a dict is empty.
+    """
+    tree = described.tree
+    if not isinstance(tree, dict):
+        yield described
+        return
+    yield StateSpec({}, {}, {})
+    run: dict[Key, Tree] = {}
+    for key, item in tree.items():
+        is_nest = is_node(item) and not isinstance(item, TensorRef)
+        if run and (
+            is_nest or short_hash(repr(key).encode("utf-8", "surrogatepass")) % RUN_KEYS == 0
+        ):
+            yield _section(described, run)
+            run = {}
+        run[key] = item
+        if is_nest:
+            yield _section(described, run)
+            run = {}
+    if run:
+        yield _section(described, run)
+
+
+def _section(described: StateSpec, tree: dict[Key, Tree]) -> StateSpec:
+    places = [(name, leaf.name) for name, leaf in leaves(tree) if isinstance(leaf, TensorRef)]
+    tensors = {name: described.tensors[name] for name, stored in places if name == stored}
+    aliases = {name: stored for name, stored in places if name != stored}
+    strides = {name: described.strides[name] for name in tensors if name in described.strides}
+    keys = tuple(f"{key}." for key in tree)
+    optimizers = {p: m for p, m in described.optimizers.items() if f"{p}.".startswith(keys)}
+    # A module that is the whole state has its entries in all sections.
+    versions = {p: v for p, v in described.versions.items() if not p or f"{p}.".startswith(keys)}
+    return StateSpec(tensors, aliases, tree, strides, optimizers, versions)
+
+
+_Table: TypeAlias = list[tuple[int, tuple[int, ...]]]
+"""The fingerprint of each distinct section and the ranks that have it, in the order of sending."""
+
+
+def _table(ranks: Ranks, mine: Sequence[int]) -> _Table:
+    """Exchanges the fingerprints of the sections of all ranks. Communicates."""
+
+    def join(records: Sequence[bytes]) -> bytes:
+        holders: dict[int, list[int]] = {}
+        for rank, record in enumerate(records):
+            for (fingerprint,) in _HASH.iter_unpack(record):
+                holders.setdefault(fingerprint, []).append(rank)
+        runs = [[fingerprint, *_runs(having)] for fingerprint, having in holders.items()]
+        return zlib.compress(json.dumps(runs, separators=(",", ":")).encode(), 1)
+
+    record = b"".join(map(_HASH.pack, mine))
+    answer = ranks.joined("comparing descriptions", record, join)
+    return [
+        (fingerprint, tuple(rank for first, end in _pairs(runs) for rank in range(first, end)))
+        for fingerprint, *runs in json.loads(zlib.decompress(answer))
+    ]
+
+
+def _runs(numbers: Sequence[int]) -> list[int]:
+    """Returns ascending numbers as the bounds of their runs, first and end in turn.
+
+    >>> _runs([0, 1, 2, 5])
+    [0, 3, 5, 6]
+    """
+    bounds: list[int] = []
+    for number in numbers:
+        if bounds and bounds[-1] == number:
+            bounds[-1] += 1
+        else:
+            bounds += (number, number + 1)
+    return bounds
+
+
+def _pairs(bounds: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return zip(bounds[::2], bounds[1::2], strict=True)
+
+
+def _sized(data: bytes) -> bytes:
+    return _SIZE.pack(len(data)) + data
+
+
+def _parts(data: bytes) -> Iterator[bytes]:
+    """Yields the parts of data that `_sized` has made, one after the other."""
+    at = 0
+    while at < len(data):
+        (size,) = _SIZE.unpack_from(data, at)
+        yield data[at + _SIZE.size : at + _SIZE.size + size]
+        at += _SIZE.size + size

@@ -8,26 +8,39 @@ Rules:
 1. A load imports no class that a checkpoint names. The program must have imported the class, which
    must be a subclass of `torch.Tensor`; otherwise that is a difference.
 2. A DTensor whose local part is of such a class is stored by the parts of its inner tensors, if the
-   class stores blocks (`ckpt.state.blocks`) and no rank's part cuts one. The dict is that of the
-   whole tensor, so any number of ranks may load it.
+   class stores blocks (`ckpt.state.subclass_state`) and no rank's part cuts one. The dict is that
+   of the whole tensor, so any number of ranks may load it.
 3. Otherwise it is stored as a plain tensor of the values that its codes stand for: a rank whose
    part cuts a block has plain state already. The same holds in a flat parameter.
+
+The blocks of quantised optimizer state, and the parts of them that ranks hold.
+
+Rules:
+
+1. A class stores blocks if it has a `block_size`, and inner tensors `codes` and `scale` that follow
+   the row-major elements: `scale` has an entry for each block, and each entry of `codes` has the
+   codes of one element or more. Other inner tensors, such as `qmap`, are equal on all ranks. This
+   holds for torchao.optim.
+2. Ranks have parts of a whole tensor's blocks if one mesh axis cuts the rows and no other axis cuts
+   the tensor. Then a rank's elements are consecutive. Each part must consist of whole blocks.
+3. torchao keeps a part of fewer than 4,096 elements plain (`_AdamBase._new_buffer`).
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpt.errors import StateError
-from ckpt.state.blocks import CODES, FOLLOWING, LEAST_OF_TORCHAO, TORCHAO, Cut
 from sharding.describe.dtensor import describe
-from sharding.describe.local_part import LocalPart
-from sharding.layout import Layout, Mesh
+from sharding.describe.members import LocalPart
+from sharding.layout import FlatShard, Layout, Mesh, Replicate, Shard
 
 ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 """Classes whose tensors wrap no other tensors."""
@@ -173,3 +186,51 @@ def _class_named(name: object) -> type[torch.Tensor] | None:
         found = getattr(found, part, None)
     is_tensor = isinstance(found, type) and issubclass(found, torch.Tensor)
     return found if is_tensor and hasattr(found, "__tensor_unflatten__") else None  # type: ignore[return-value]
+
+
+CODES, SCALE = "codes", "scale"
+FOLLOWING = frozenset((CODES, SCALE))
+"""The inner tensors that follow the elements (rule 1)."""
+TORCHAO = "torchao."
+LEAST_OF_TORCHAO = 4096
+"""The fewest elements of a part that torchao.optim quantises (rule 3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A tensor whose consecutive elements are divided among ranks (rule 2)."""
+
+    layout: Layout
+    stride: int
+    """Elements of a rank's part; the last parts may have fewer."""
+
+    @classmethod
+    def of(cls, layout: Layout) -> Cut | None:
+        """Returns the cut of a layout; None unless it cuts rows along one axis, or not at all."""
+        stride = layout.numel
+        for placement, size in zip(layout.placements, layout.mesh.sizes, strict=True):
+            if isinstance(placement, Replicate):
+                continue
+            if placement != Shard(0) or stride != layout.numel:
+                return None
+            stride = -(-layout.shape[0] // size) * prod(layout.shape[1:])
+        return cls(layout, stride)
+
+    def is_between(self, block: int) -> bool:
+        """Whether every cut lies between two blocks of so many elements."""
+        return self.stride % block == 0 and self.layout.numel % block == 0
+
+    @property
+    def least(self) -> int:
+        """The elements of the smallest part."""
+        sizes = zip(self.layout.placements, self.layout.mesh.sizes, strict=True)
+        parts = prod(size for placement, size in sizes if not isinstance(placement, Replicate))
+        return max(0, self.layout.numel - (parts - 1) * self.stride)
+
+    def entries(self, elements: int) -> Layout:
+        """Returns the layout of a tensor with one entry for each `elements` elements."""
+        placements = tuple(
+            FlatShard(0, self.stride // elements) if isinstance(placement, Shard) else placement
+            for placement in self.layout.placements
+        )
+        return Layout((self.layout.numel // elements,), self.layout.mesh, placements)

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from azure.core import MatchConditions, exceptions
 from azure.storage.blob import BlobBlock
 
-from ckpt.stores.capabilities import Start, StoreCapabilities, Unfinished
 from ckpt.stores.driver import (
     ANSWER_SECONDS,
     CONNECT_SECONDS,
@@ -26,6 +25,9 @@ from ckpt.stores.driver import (
     PastEndError,
     Session,
     ShortAnswerError,
+    Start,
+    StoreCapabilities,
+    Unfinished,
     in_loop,
 )
 from ckpt.stores.retries import ErrorClass

@@ -41,7 +41,7 @@ def driver_of(file_system: Any) -> MultipartDriver | StreamDriver:
         _check_options(package, file_system)
         return AzureDriver(file_system)
     if package == "gcsfs":
-        from ckpt.stores.gcs_driver import GcsDriver
+        from ckpt.stores.fsspec_driver import GcsDriver
 
         _check_options(package, file_system)
         return GcsDriver(file_system)

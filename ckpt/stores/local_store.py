@@ -29,7 +29,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckpt.errors import ExistsError, StoreError
-from ckpt.stores.capabilities import Start, StoreCapabilities, Unfinished
+from ckpt.stores.driver import Start, StoreCapabilities, Unfinished
 from ckpt.stores.local_writer import IO_VECTORS, LocalFileWriter, close_descriptor
 from ckpt.stores.open_files import OpenFiles
 from ckpt.stores.request_errors import UnflushedError, disk_error, explained_on_disk

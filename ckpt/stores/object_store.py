@@ -29,12 +29,18 @@ from typing import Any, TypeVar
 
 from ckpt.budget import memory_budget
 from ckpt.errors import ExistsError, ReplacedError, StoreError
-from ckpt.stores.capabilities import Start, StoreCapabilities, Unfinished
-from ckpt.stores.driver import MultipartDriver, ObjectInfo, PastEndError, StreamDriver
+from ckpt.stores.driver import (
+    MultipartDriver,
+    ObjectInfo,
+    PastEndError,
+    Start,
+    StoreCapabilities,
+    StreamDriver,
+    Unfinished,
+)
 from ckpt.stores.request_errors import UnsupportedRequestError, UploadGoneError, explained
 from ckpt.stores.retries import ErrorClass, OverNetwork, RetryPolicy, retry_policy
-from ckpt.stores.streams import streamed
-from ckpt.stores.uploads import PartSizes, Upload, UploadRequests
+from ckpt.stores.uploads import PartSizes, Upload, UploadRequests, streamed
 from formats.detect import is_shard
 from formats.errors import CorruptError, GoneError, SizeError, TooLargeError
 from formats.storage import (

@@ -19,7 +19,6 @@ import aiohttp
 from aiobotocore.session import AioSession
 from botocore import exceptions
 
-from ckpt.stores.capabilities import Start, StoreCapabilities, Unfinished
 from ckpt.stores.driver import (
     Below,
     ObjectInfo,
@@ -27,6 +26,9 @@ from ckpt.stores.driver import (
     PastEndError,
     Session,
     ShortAnswerError,
+    Start,
+    StoreCapabilities,
+    Unfinished,
     check_names,
     in_loop,
 )

@@ -24,7 +24,7 @@ from urllib.parse import unquote
 
 from ckpt.errors import StoreError
 from ckpt.live.address import TOKEN, is_live
-from ckpt.stores.capabilities import Start, StoreCapabilities, Unfinished
+from ckpt.stores.driver import Start, StoreCapabilities, Unfinished
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.request_errors import explained_on_disk
 from formats.storage import FileWriter, Reader

@@ -17,9 +17,8 @@ from ckpt.match.overlaps import Placed
 from ckpt.plan.load_plan import LoadItem, LoadPlan, LoadPolicy, PeerPieces, plan_load
 from ckpt.plan.read_plan import NOWHERE
 from ckpt.state.memory import torch_dtype, will_change
-from ckpt.state.merged_state import MergedState
+from ckpt.state.merged_state import MergedState, fingerprints, merge
 from ckpt.state.saved import Saved
-from ckpt.state.sections import fingerprints, merge
 from ckpt.state.state_spec import StateSpec
 from ckpt.transfer.run import LoadRun, half_loaded
 from formats.catalog import Catalog, TensorRecord, TensorRef

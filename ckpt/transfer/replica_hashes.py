@@ -26,7 +26,7 @@ import xxhash
 
 from ckpt.last_call import keeps_last
 from ckpt.state.flatten import FlatState, Leaf
-from ckpt.state.samples import Bytes, sampled
+from ckpt.state.memory import Bytes, sampled
 from ckpt.transfer.write import blocks
 from formats.native.manifest import StoredTensor
 from sharding.agreement.ranks import Ranks

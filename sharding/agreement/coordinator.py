@@ -23,8 +23,8 @@ from time import monotonic
 from typing import IO
 
 from sharding.agreement.channel import ANSWER_SECONDS, ERROR_SECONDS, Call, Join
-from sharding.agreement.connected import ConnectedChannel, ended, late
 from sharding.agreement.links import MOST_SECONDS, Failure, Kind, Link, Message, flush, rank_of
+from sharding.agreement.participant import ConnectedChannel, ended, late
 from sharding.agreement.rendezvous import BACKLOG, Rendezvous
 from sharding.agreement.wait_warning import WaitWarning
 from sharding.errors import TransferError

@@ -37,11 +37,10 @@ import torch.distributed as dist
 from torch import nn
 
 from sharding.describe import dtensor, sharded_tensor, torch_fsdp
-from sharding.describe.local_part import LocalPart, check_holds
 from sharding.describe.members import WRAPPERS as WRAPPERS
 from sharding.describe.members import CleanNames as CleanNames
 from sharding.describe.members import FlatMember as FlatMember
-from sharding.describe.members import PartsUnread
+from sharding.describe.members import LocalPart, PartsUnread, check_holds
 from sharding.describe.members import clean_name as clean_name
 from sharding.errors import ShardingError
 from sharding.layout import Layout, Mesh

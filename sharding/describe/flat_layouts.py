@@ -11,9 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
-from sharding.describe.dtensor import describe
-from sharding.describe.local_part import FlatSlice
-from sharding.describe.rank_grid import Grids, check_divides_evenly
+from sharding.describe.dtensor import Grids, check_divides_evenly, describe
+from sharding.describe.members import FlatSlice
 from sharding.engine.flat_param_group import FlatParamGroup
 from sharding.engine.parameter import as_dtensor
 from sharding.layout import FlatShard, Layout, Mesh

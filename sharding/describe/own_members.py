@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from sharding.describe.flat_layouts import slices_of
-from sharding.describe.local_part import FlatSlice, LocalPart
-from sharding.describe.members import FlatMember, check_numel, names_in
+from sharding.describe.members import FlatMember, FlatSlice, LocalPart, check_numel, names_in
 from sharding.discovery import entry_of
 from sharding.engine.flat_param_group import (
     FLATTENED,

@@ -35,8 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sharding.agreement.ranks import Ranks
-from sharding.describe.local_part import LocalPart
-from sharding.describe.members import NamedParameter
+from sharding.describe.members import LocalPart, NamedParameter
 from sharding.engine.flat_param_group import FlatParamGroup, flat_param_groups
 from sharding.engine.unit import tensors_in
 from sharding.errors import OptimizerMismatchError

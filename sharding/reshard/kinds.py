@@ -32,7 +32,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from sharding.agreement.ranks import HASH_BITS, Ranks
 from sharding.describe.describing import TensorLike, describe
 from sharding.describe.dtensor import mesh_of
-from sharding.describe.local_part import LocalPart
+from sharding.describe.members import LocalPart
 from sharding.errors import ShardingError
 from sharding.group_references import release_with_groups
 from sharding.kind import Kind

@@ -18,7 +18,7 @@ def late_copies(main: BaseException | None = None) -> Iterator[threading.Event]:
     """
     staging: Any = import_module("ckpt.background.staging")
     wait = staging.Staging.wait
-    copies: Any = import_module("ckpt.background.copies").Copies
+    copies: Any = import_module("ckpt.background.staging").Copies
     save: Any = import_module("ckpt.background.save")._Save
     go, write, copy, small = threading.Event(), save._write, copies._copy, staging.SMALL_BYTES
 

@@ -36,7 +36,7 @@ from formats.errors import CorruptError, FormatError
 from formats.native.manifest import Manifest, dump, load
 from formats.native.shard import TABLE, open_shard
 from sharding import FullyShardedDataParallel
-from sharding.describe.local_part import LocalPart
+from sharding.describe.members import LocalPart
 from sharding.kind import Kind
 from sharding.layout import Layout, Mesh, Piece
 from sharding.layout import Shard as Rows

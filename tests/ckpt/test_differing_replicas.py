@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import ckpt
 from ckpt.plan.save_plan import SPLIT_BYTES, stored_layouts
 from ckpt.state.flatten import FlatState, Leaf
-from ckpt.state.samples import SAMPLE_BYTES, _gathered, sampled
+from ckpt.state.memory import SAMPLE_BYTES, _gathered, sampled
 from ckpt.transfer.replica_hashes import ReplicaHashes
 from formats.dtypes import BY_NAME
 from formats.native.manifest import StoredTensor

@@ -35,7 +35,7 @@ BUILT_IN = {
     ("sharding/__init__.py", "AttributeError"): "Python's protocol of module attributes",
     ("ckpt/_neighbours.py", "ImportError"): "raised before the packages can be imported",
     ("sharding/supported.py", "ImportError"): "raised before the packages can be imported",
-    ("ckpt/live/folder_app.py", "FileNotFoundError"): "becomes an answer in the same file",
+    ("ckpt/live/serve.py", "FileNotFoundError"): "becomes an answer in the same file",
     ("ckpt/live/http_server.py", "ConnectionResetError"): "ends one connection of a server",
     ("ckpt/live/pull.py", "EOFError"): "becomes an answer in the same file",
     ("ckpt/live/pull.py", "OSError"): "becomes an answer in the same file",

@@ -11,8 +11,7 @@ from torch import nn
 
 from ckpt.plan.save_plan import stored_layouts
 from ckpt.state.flatten import FlatState, flatten
-from ckpt.state.merged_state import spec_of
-from ckpt.state.sections import fingerprints
+from ckpt.state.merged_state import fingerprints, spec_of
 from ckpt.state.state_spec import StateSpec
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import BY_NAME

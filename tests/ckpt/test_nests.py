@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import StateError
-from ckpt.state.nests import conflicting_values, merged_trees, outline
+from ckpt.state.state_spec import conflicting_values, merged_trees, outline
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import BY_NAME
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.optim import AdamW
 
 import ckpt
-from sharding.describe.local_part import LocalPart
+from sharding.describe.members import LocalPart
 from sharding.kind import Kind
 from sharding.layout import FlatShard, Layout, Mesh
 from tests.ckpt.wrappings import flat_dict, other, state_of, train, wrapped

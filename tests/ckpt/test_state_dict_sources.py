@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import ckpt
 import sharding
-from sharding.describe.local_part import LocalPart
+from sharding.describe.members import LocalPart
 from sharding.kind import Kind
 from sharding.layout import FlatShard, Layout, Mesh
 from tests.ckpt.test_any_to_any import options, unlike

@@ -24,7 +24,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 import ckpt.stores.store
-from ckpt.stores.capabilities import StoreCapabilities, Unfinished
+from ckpt.stores.driver import StoreCapabilities, Unfinished
 from ckpt.stores.store import Store
 from formats.errors import CorruptError
 from formats.storage import Buffer, FileWriter

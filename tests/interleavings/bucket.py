@@ -22,8 +22,14 @@ from hashlib import md5
 from typing import Any
 
 from ckpt.errors import ExistsError
-from ckpt.stores.capabilities import Start, StoreCapabilities, Unfinished
-from ckpt.stores.driver import ObjectInfo, PartLimits, PastEndError
+from ckpt.stores.driver import (
+    ObjectInfo,
+    PartLimits,
+    PastEndError,
+    Start,
+    StoreCapabilities,
+    Unfinished,
+)
 from ckpt.stores.retries import ErrorClass
 from tests.interleavings.scheduler import Call, Scheduler, current
 

@@ -26,7 +26,7 @@ import ckpt.background.save
 import ckpt.run.provenance
 import ckpt.stores.store
 from ckpt import in_flight
-from ckpt.background.workplace import Workplace
+from ckpt.background.writers import Workplace
 from ckpt.run.owner import Ownership
 from ckpt.stores.object_store import ObjectStore
 from ckpt.stores.retries import RetryPolicy

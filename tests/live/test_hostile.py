@@ -21,11 +21,10 @@ from hypothesis import strategies as st
 
 from ckpt.live import http_server, runtime
 from ckpt.live.datagrams import receive_message, send_message
-from ckpt.live.folder_app import FolderApp
-from ckpt.live.http_server import HttpServer
-from ckpt.live.listening import listen
+from ckpt.live.http_server import HttpServer, listen
 from ckpt.live.process import HostServer
 from ckpt.live.protocol import MESSAGE_BYTES, STATUS, FileAt, Segment
+from ckpt.live.serve import FolderApp
 from tests.live.hosts import (
     TOKEN,
     Client,

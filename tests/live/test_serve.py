@@ -25,10 +25,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.live.folder_app import FolderApp, _parts
 from ckpt.live.http_server import HttpConnection, HttpRequest
 from ckpt.live.protocol import RefusedError
-from ckpt.live.serve import ServeOptions
+from ckpt.live.serve import FolderApp, ServeOptions, _parts
 from sharding.errors import ArgumentError
 from tests.live.hosts import TOKEN, Client, descriptors_of, until
 from tools.exit_codes import ExitCode

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt.live.http_server import byte_range
 from ckpt.live.process import HostServer
 from ckpt.live.protocol import FileAt, RefusedError, Segment
-from ckpt.live.ranges import byte_range
 from tests.live.hosts import (
     TOKEN,
     Client,

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.transfer.unchanged import MISSES
+from ckpt.transfer.read import MISSES
 from formats.native.shard import CHUNK_BYTES
 from tests.live.offered import RUNTIME, Offer, offered
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sharding.describe.describing import describe
-from sharding.describe.local_part import LocalPart
+from sharding.describe.members import LocalPart
 from sharding.layout import Layout, Mesh
 
 Held = dict[str, tuple[np.ndarray, Layout]]

@@ -24,7 +24,6 @@ from sharding.agreement import ranks as ranks_module
 from sharding.agreement import rendezvous as rendezvous_module
 from sharding.agreement.channel import Call
 from sharding.agreement.collective import CollectiveChannel
-from sharding.agreement.connected import ENDED, ended
 from sharding.agreement.coordinator import MOST_STRANGERS, Coordinator
 from sharding.agreement.links import (
     MOST_JSON_BYTES,
@@ -37,7 +36,7 @@ from sharding.agreement.links import (
     flush,
     greeting,
 )
-from sharding.agreement.participant import Participant
+from sharding.agreement.participant import ENDED, Participant, ended
 from sharding.agreement.ranks import Ranks
 from sharding.agreement.rendezvous import (
     LOOPBACK,

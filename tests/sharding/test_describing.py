@@ -27,7 +27,7 @@ from sharding.describe.describing import (
     part_of,
     state_dict_keys,
 )
-from sharding.describe.local_part import LocalPart
+from sharding.describe.members import LocalPart
 from sharding.errors import ShardingError
 from tests.kept_groups import kept
 from tests.sharding.pieces import Held, Parameters, held, whole

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckpt
-from sharding.describe.local_part import LocalPart
+from sharding.describe.members import LocalPart
 from sharding.errors import ShardingError
 from sharding.kind import Kind
 from sharding.layout import FlatShard, Layout, Mesh

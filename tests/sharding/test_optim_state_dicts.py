@@ -31,7 +31,7 @@ from sharding import (
     ShardingStrategy,
     StateDictType,
 )
-from sharding.describe.local_part import LocalPart
+from sharding.describe.members import LocalPart
 from tests.networks import Block
 from tests.sharding.state_dict_forms import (
     FLAT_FORMS,

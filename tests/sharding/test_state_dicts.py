@@ -25,8 +25,8 @@ from sharding import (
     ShardingStrategy,
     StateDictType,
 )
-from sharding.describe.local_part import LocalPart
 from sharding.describe.local_state_dicts import FLAT_PARAMETERS, local_parts
+from sharding.describe.members import LocalPart
 from sharding.engine.unsharded_buffer import UnshardedBuffer
 from sharding.wrap import ModuleWrapPolicy
 from tests.conftest import RankFailed
