@@ -12,6 +12,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 MINUTES ?= 60
+TESTS ?=
 PAIRS ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -64,7 +65,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -m 'not slow and not gpu'
+	$(BIN)/python -m pytest -m 'not slow and not gpu' $(TESTS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

@@ -53,7 +53,7 @@ _FROM = {
     "FlatParameter": "engine.flat_param_group",
     "FullyShardedDataParallel": "fsdp1.wrapper",
     "FSDPModule": "fsdp2.fully_shard",
-    "LocalPart": "describe.local_part",
+    "LocalPart": "describe.members",
     "UnshardHandle": "fsdp2.fully_shard",
     "fully_shard": "fsdp2.fully_shard",
     "register_fsdp_forward_method": "fsdp2.fully_shard",
