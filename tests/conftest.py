@@ -284,6 +284,11 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("quick")
 
 
+def pytest_sessionfinish() -> None:
+    """Let an error after the last test be legible: each process group of torch adds a prefix."""
+    sys.excepthook = sys.__excepthook__
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print what the run has cost: the processes that it has started are over."""
     spent = os.times()
