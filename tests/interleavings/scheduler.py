@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -119,7 +120,12 @@ class Scheduler:
         """Returns when all actors have ended. Raises the failure of a check."""
         self._hand_over(None)
         if not self._over.acquire(timeout=STUCK_SECONDS):
-            raise AssertionError(f"an actor waits for one that does not move: {self.lines()[-5:]}")
+            stacks = "".join(
+                f"\nthread {number}:\n{''.join(traceback.format_stack(frame))}"
+                for number, frame in sys._current_frames().items()
+            )
+            said = f"an actor waits for one that does not move: {self.lines()[-5:]}"
+            raise AssertionError(said + stacks)
         if self.failure is not None:
             raise self.failure
 

@@ -112,6 +112,7 @@ def test_a_schedule_that_was_found_breaks_no_promise_any_more(
     replayed(FOUND[promise], threads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a_collection_beside_a_save", "saves_to_one_free_place"])
 def test_every_order_of_two_actors_in_a_bucket_keeps_each_promise(
     name: str, threads: Threads
