@@ -167,10 +167,13 @@ def checkpoints_in(store: Store, with_bases: bool = True) -> Checkpoints:
         names = sorted(there)
         known = _known(store, there, INDEX in files[""], with_bases)
     unknown = [name for name in names if name not in known]
-    # A deletion on a disk holds other descriptors, and one at a time is enough there.
-    with Pool(1 if files is None and with_bases else WORKERS, "ckpt-list") as pool:
-        found_now = pool.map(partial(_read, store, with_bases), unknown)
-        read = dict(zip(unknown, found_now, strict=True))
+    look = partial(_read, store, with_bases)
+    if files is None and (with_bases or len(unknown) <= WORKERS):
+        # On a disk threads cost more than a few reads, and a deletion holds other descriptors.
+        read = {name: look(name) for name in unknown}
+    else:
+        with Pool(WORKERS, "ckpt-list") as pool:
+            read = dict(zip(unknown, pool.map(look, unknown), strict=True))
     facts, unreadable = {}, {}
     for name in names:
         found = known.get(name) or read[name]
