@@ -9,7 +9,7 @@ from contextlib import suppress
 from ckpt.collecting import check_no_link, remove_old
 from ckpt.errors import InUseError, NotACheckpointError, StoreError
 from ckpt.nearby import advice_at
-from ckpt.run.history import pin_file, pins_in, step_of
+from ckpt.step_names import pin_file, pins_in, step_of
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.served_store import check_writable
 from ckpt.stores.store import (

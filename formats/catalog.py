@@ -304,6 +304,15 @@ def named_leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
 _NESTS = (dict, list, tuple, TensorRef)
 
 
+def plain_names(tree: Tree) -> tuple[str, ...]:
+    """Returns the names of the plain values in a tree, which a flat format cannot store.
+
+    >>> plain_names({"model": {"w": TensorRef("w")}, "groups": [{"betas": (0.9, 0.99)}], "step": 3})
+    ('groups.0.betas', 'step')
+    """
+    return tuple(name or "the whole state" for name, _ in plain_values(tree))
+
+
 def plain_values(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
     """Yields the plain values of a tree with their names, as they are shown to people and counted.
 

@@ -38,12 +38,12 @@ from formats.catalog import (
     TensorRef,
     Tree,
     check_inside,
+    plain_names,
 )
 from formats.dtypes import BY_NAME, DType
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 from formats.limits import DIMENSIONS, ELEMENTS, Names, check, current
 from formats.outgoing import FilePlan, Outgoing, OutgoingTensor, Part, encoded_name
-from formats.safetensors import file as safetensors_file
 from formats.storage import Reader
 from formats.strict_json import decode_object
 from sharding.layout import Box, Piece
@@ -434,7 +434,7 @@ def left_out(state: Outgoing) -> tuple[str, ...]:
     rest = state.tree
     if values and isinstance(rest, dict):
         rest = {key: tree for key, tree in rest.items() if key != GGUF}
-    return (*safetensors_file.left_out(rest), *lost, *state.aliases)
+    return (*plain_names(rest), *lost, *state.aliases)
 
 
 def _kind(

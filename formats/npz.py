@@ -31,6 +31,7 @@ from formats.catalog import (
     TensorRef,
     Tree,
     check_inside,
+    plain_names,
 )
 from formats.dtypes import DType
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
@@ -38,7 +39,6 @@ from formats.limits import DIMENSIONS, ELEMENTS, Names, check
 from formats.outgoing import FilePlan, Outgoing, OutgoingTensor, encoded_name
 from formats.pickles.tree import BARE_TENSOR
 from formats.pickles.values import NumpyArray, code_of
-from formats.safetensors import file as safetensors_file
 from formats.storage import Reader
 from formats.zip_plan import Member, combine, zip_parts
 from formats.zip_records import Archive, Compressed
@@ -129,7 +129,7 @@ def plan(name: str, state: Outgoing) -> FilePlan:
 
 def left_out(state: Outgoing) -> tuple[str, ...]:
     """Returns the key paths of plain values and the tied names of a state, which a file lacks."""
-    return (*safetensors_file.left_out(state.tree), *state.aliases)
+    return (*plain_names(state.tree), *state.aliases)
 
 
 def _built(tensor: OutgoingTensor) -> bytes:

@@ -186,7 +186,7 @@ def _print_tensors(options: Options, catalog: Catalog) -> None:
 
 def _has_checkpoints(url: str, told: Mapping[str, object] | None) -> bool:
     """Whether a place is a folder of checkpoints, in which a converted file may lie too."""
-    from ckpt.run.history import step_of
+    from ckpt.step_names import step_of
     from ckpt.stores.store import is_file, open_store
 
     if is_file(url, told):
@@ -199,7 +199,7 @@ def _has_checkpoints(url: str, told: Mapping[str, object] | None) -> bool:
 
 def _checkpoints(url: str, told: Mapping[str, object] | None) -> Iterator[Row]:
     """Yields the checkpoints directly in a folder, by name, with numbers in names by value."""
-    from ckpt.run.history import pins_in
+    from ckpt.step_names import pins_in
     from ckpt.stores.store import is_file, join_url, open_store
 
     if is_file(url, told):

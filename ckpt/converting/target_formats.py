@@ -23,12 +23,11 @@ from ckpt.mapping.changes import Changes, place_of_model, weights_beside
 from ckpt.mapping.model_files import CONFIG, ModelFiles, config_of, folder_of
 from ckpt.sources import Source, open_source
 from formats import gguf, npz
-from formats.catalog import Catalog, OpaqueValue, Tree, TypedValue, join, named_leaves
+from formats.catalog import Catalog, OpaqueValue, Tree, TypedValue, join, named_leaves, plain_names
 from formats.dcp.nest import lost
 from formats.detect import ENDINGS
 from formats.errors import FormatError, UnsupportedError
 from formats.outgoing import Outgoing
-from formats.safetensors import file as safetensors_file
 from formats.safetensors.file import is_carried
 from sharding.errors import ArgumentError, listed
 from sharding.kind import Kind
@@ -93,7 +92,7 @@ def left_out(chosen: Format, state: Outgoing) -> tuple[str, ...]:
     if chosen is Format.CKPT:
         return ()
     if chosen in (Format.SAFETENSORS, Format.HUGGINGFACE):
-        return safetensors_file.left_out(state.tree)
+        return plain_names(state.tree)
     lacking: Iterable[str] = ()
     if chosen is Format.NPZ:
         lacking = npz.left_out(state)

@@ -16,17 +16,13 @@ from ckpt.deleting import delete_step
 from ckpt.errors import CkptError, NotACheckpointError
 from ckpt.newest import newest_first, order_of, seconds_of
 from ckpt.run.failures import Failures
-from ckpt.run.history import (
-    check_no_foreign_steps,
-    folder_name,
-    pin_file,
-    run_steps,
-)
+from ckpt.run.history import check_no_foreign_steps, run_steps
 from ckpt.run.local_tier import LocalOptions, LocalTier
 from ckpt.run.memory_tier import Memory, MemoryTier, opened
 from ckpt.run.owner import Ownership
 from ckpt.run.provenance import host_name, machine, provenance
 from ckpt.run.retention import RunStep, newest_steps
+from ckpt.step_names import folder_name, pin_file
 from ckpt.stores.store import Options, join_url, open_store
 from formats.detect import folder_format
 from formats.native.manifest import MANIFEST

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import operator
 import os
-import re
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -27,6 +26,7 @@ from warnings import warn
 from ckpt.errors import ExistsError, UnreadableWarning
 from ckpt.newest import BEGAN, ORDER, Committed, looked_into
 from ckpt.run.retention import RunStep, newest_steps
+from ckpt.step_names import pins_in, step_of
 from ckpt.stores.store import Options, open_store
 from ckpt.transfer.facts import Checkpoints
 from formats.detect import folder_format
@@ -38,24 +38,12 @@ __all__ = ["RunStep", "run_steps"]
 
 STEP, METRICS, PROVENANCE = "step", "metrics", "run"
 """Keys of the metadata in a manifest, beside BEGAN and ORDER."""
-_FOLDER = re.compile(r"step-(\d{1,18})")
-_PIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_PIN = re.compile(r"pin-(\d{1,18})-([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json")
 SHOWN = 3
 """The most steps in a warning."""
 END_OF_STEPS = 10**18
 """The first step that is too large for the name of a folder."""
 MOST = 1 << 1000
 """Larger integers cannot be metrics: they exceed all floats."""
-
-
-def folder_name(step: int) -> str:
-    """Returns the name of the folder of a step.
-
-    >>> folder_name(100)
-    'step-100'
-    """
-    return f"step-{step}"
 
 
 def checked_step(step: object) -> int:
@@ -71,14 +59,6 @@ def checked_step(step: object) -> int:
     if not 0 <= number < END_OF_STEPS:
         raise ArgumentError(f"step is {number}; give a number from 0 to {END_OF_STEPS - 1}")
     return number
-
-
-def step_of(name: str) -> int | None:
-    """Returns the step whose folder has this name; None for another folder."""
-    found = _FOLDER.fullmatch(name)
-    if found is None or folder_name(int(found[1])) != name:
-        return None
-    return int(found[1])
 
 
 def run_steps(url: str | os.PathLike[str], *, storage_options: Options = None) -> list[RunStep]:
@@ -143,36 +123,6 @@ def unreadable_warning(url: str, unreadable: Mapping[str, str]) -> UnreadableWar
         f"{without_secrets(url)}: left out: {listed([*unreadable], SHOWN)}, which cannot be read: "
         f"{said}{more}"
     )
-
-
-def pin_file(step: int, name: str) -> str:
-    """Returns the name of the file, in the folder of the run, that pins a step under a name.
-
-    Raises ArgumentError for a name that is no name of a file everywhere.
-
-    >>> pin_file(500, "release-1")
-    'pin-500-release-1.json'
-    """
-    if not isinstance(name, str) or _PIN_NAME.fullmatch(name) is None:
-        raise ArgumentError(
-            f"name={name!r:.80}: give up to 64 letters, digits and '._-', a letter or digit first"
-        )
-    return f"pin-{step}-{name}.json"
-
-
-def pins_in(files: Iterable[str]) -> dict[int, tuple[str, ...]]:
-    """Returns the names of the pins of each step, from the files in the folder of the run.
-
-    >>> pins_in(["pin-500-b.json", "pin-500-a.json", "owner-1.json", "pin-05-a.json"])
-    {500: ('a', 'b')}
-    """
-    pins: dict[int, tuple[str, ...]] = {}
-    for file in sorted(files):
-        found = _PIN.fullmatch(file)
-        step = None if found is None else step_of(f"step-{found[1]}")
-        if found is not None and step is not None:
-            pins[step] = (*pins.get(step, ()), found[2])
-    return pins
 
 
 def check_no_foreign_steps(url: str, options: Options) -> None:

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from ckpt.collecting import remove_marked
 from ckpt.errors import CkptError
 from ckpt.newest import BEGAN, ORDER, committed
-from ckpt.run.history import folder_name, step_of
 from ckpt.run.retention import Keep
+from ckpt.step_names import folder_name, step_of
 from ckpt.stores.store import join_url, local_path, one_spelling
 from sharding.errors import ArgumentError
 from sharding.url_secrets import without_secrets

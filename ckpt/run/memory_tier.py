@@ -46,8 +46,9 @@ from ckpt.live.protocol import (
 from ckpt.live.publish import LiveState
 from ckpt.newest import BEGAN, ORDER, order_of, seconds_of
 from ckpt.run.failures import Failures
-from ckpt.run.history import STEP, folder_name
+from ckpt.run.history import STEP
 from ckpt.run.retention import RunStep
+from ckpt.step_names import folder_name
 from sharding.agreement.ranks import Ranks
 from sharding.errors import ArgumentError
 

@@ -45,7 +45,7 @@ from ckpt.errors import NotOwnerError
 from ckpt.newest import BEGAN, ORDER
 from ckpt.run.exchange import RunRanks
 from ckpt.run.failures import Failures
-from ckpt.run.history import METRICS, PROVENANCE, STEP, RunCounter, folder_name
+from ckpt.run.history import METRICS, PROVENANCE, STEP, RunCounter
 from ckpt.run.local_tier import HOSTS, LocalTier
 from ckpt.run.owner import Ownership
 from ckpt.run.removal import Tidying
@@ -53,6 +53,7 @@ from ckpt.run.retention import Keep
 from ckpt.run.schedule import check_seconds
 from ckpt.save_protocol import SaveOptions, StoredDtypes
 from ckpt.saving import save_with
+from ckpt.step_names import folder_name
 from ckpt.stores.store import Options, local_path
 from ckpt.transfer.replica_hashes import Replicas
 from ckpt.transfer.write_job import Compress

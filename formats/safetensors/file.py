@@ -3,7 +3,7 @@
 The format is flat. Rules for content that it lacks:
 
 1. A tensor is stored under its name, without its nest. Plain values (a step count, learning rates)
-   cannot be stored: `left_out` returns their key paths, for the caller to show.
+   cannot be stored: `formats.catalog.plain_names` returns their key paths, for the caller to show.
 2. One of tied names is stored, as by transformers, which ties them again after a load. The metadata
    has the other names under `ckpt.tied`, a JSON object from name to stored name. Files of
    `safetensors.torch.save_model`, with a metadata entry for each tied name, are read too: an empty
@@ -32,7 +32,6 @@ from formats.catalog import (
     TensorRecord,
     TensorRef,
     Tree,
-    plain_values,
 )
 from formats.dtypes import BY_NAME, DType
 from formats.errors import FormatError, UnsupportedError
@@ -152,15 +151,6 @@ def labelled(dtype: DType, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]
 def is_carried(dtype: DType, shape: tuple[int, ...]) -> bool:
     """Whether other readers of safetensors see another dtype, that of the carrier (rule 3)."""
     return labelled(dtype, shape)[0] not in (dtype.name, "F4")
-
-
-def left_out(tree: Tree) -> tuple[str, ...]:
-    """Returns the names of the plain values in a tree, which a flat format cannot store.
-
-    >>> left_out({"model": {"w": TensorRef("w")}, "groups": [{"betas": (0.9, 0.99)}], "step": 3})
-    ('groups.0.betas', 'step')
-    """
-    return tuple(name or "the whole state" for name, _ in plain_values(tree))
 
 
 def flat_tree(tensors: Mapping[str, TensorRecord], aliases: Mapping[str, str]) -> Tree:

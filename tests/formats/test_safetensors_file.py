@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
 from ckpt.stores.store import open_store
-from formats.catalog import Catalog, TensorRef
+from formats.catalog import Catalog, TensorRef, plain_names
 from formats.dtypes import DTYPES, DType, dtype_of_torch
 from formats.errors import CorruptError, FormatError, UnsupportedError
 from formats.outgoing import Outgoing, OutgoingTensor
@@ -24,7 +24,6 @@ from formats.safetensors.file import (
     PACKED,
     TIED_KEY,
     is_carried,
-    left_out,
     plan,
     read,
 )
@@ -106,7 +105,7 @@ def state_of(
 def write_to(folder: Path, state: Outgoing) -> tuple[str, ...]:
     with open_store(folder) as store:
         write_files(store, plan(FILE, state))
-    return left_out(state.tree)
+    return plain_names(state.tree)
 
 
 def read_from(folder: Path) -> tuple[Catalog, dict[str, bytes]]:
@@ -249,8 +248,8 @@ def test_the_values_around_the_tensors_are_named_since_they_are_not_stored(tmp_p
             "empty": [],
         },
     )
-    assert write_to(tmp_path, state) == left_out(state.tree)
-    assert left_out(state.tree) == (
+    assert write_to(tmp_path, state) == plain_names(state.tree)
+    assert plain_names(state.tree) == (
         "optimizer.groups.0.lr",
         "optimizer.groups.0.betas",
         "optimizer.state.0.t",
@@ -258,8 +257,8 @@ def test_the_values_around_the_tensors_are_named_since_they_are_not_stored(tmp_p
         "note",
         "empty",
     )
-    assert left_out({}) == ()
-    assert left_out(5) == ("the whole state",)
+    assert plain_names({}) == ()
+    assert plain_names(5) == ("the whole state",)
 
 
 @pytest.mark.parametrize(("size", "cut"), [(-1, "second"), (-5, "first")])

@@ -28,8 +28,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import optimizer
 
 import ckpt
-from ckpt.run.history import metrics_text, step_of
+from ckpt.run.history import metrics_text
 from ckpt.run.provenance import git_revision
+from ckpt.step_names import step_of
 from ckpt.stores import local_store
 from tests.conftest import Program, RankDied
 from tools.main import main
