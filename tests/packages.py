@@ -58,7 +58,7 @@ COMMANDS = (
     "ckpt verify two three three-background",
     "mypy --strict --warn-unused-ignores typed.py",
 )
-TOOLS = ("hypothesis", "mypy", "pytest", "pytest-timeout", "safetensors")
+TOOLS = ("hypothesis", "mypy", "pytest", "pytest-timeout")
 """What checks the installed package, beside its own dependencies."""
 TESTS = (
     *("tests/layout/test_box.py", "tests/layout/test_layout.py", "tests/layout/test_mesh.py"),

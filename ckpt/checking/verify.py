@@ -12,7 +12,7 @@ Rules:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ckpt.checking.report import Findings, Problem, Report
@@ -20,13 +20,13 @@ from ckpt.checking.verify_native import check_native
 from ckpt.checking.verify_zip import check_counts, check_dcp, check_zip
 from ckpt.sources import Source, open_source, placed
 from ckpt.stores.replacement_guard import unless_replaced
-from ckpt.stores.store import Options, Store, is_file, open_store, split_url
+from ckpt.stores.store import Options, Store, is_file, local_path, open_store, split_url
 from formats.catalog import Catalog
 from formats.detect import DCP_METADATA, folder_format
 from formats.errors import FormatError, UnsupportedError
 from formats.joined import Subfolder
 from formats.native.manifest import MANIFEST
-from formats.safetensors.header import read_header
+from formats.safetensors.header import Header, read_header
 from formats.storage import Reader
 from sharding.errors import listed
 
@@ -116,7 +116,43 @@ def _of_catalog(reader: Reader, catalog: Catalog, progress: Progress) -> Finding
     if catalog.format == "json":
         return Findings("every value")
     # `open_source` has checked every rule of the headers, and the index against the files.
-    return Findings("structure and sizes only: this format has no checksums")
+    checked = "structure and sizes only: this format has no checksums"
+    return Findings(checked, problems=tuple(library_problems(reader, catalog)))
+
+
+def library_problems(reader: Reader, catalog: Catalog) -> Iterator[Problem]:
+    """Yields a problem for each local safetensors file that its library does not read as we do.
+
+    The library is the reference for the format. It maps whole files, so none of an object store.
+    """
+    folder = local_path(reader.url)
+    if folder is not None and catalog.format in ("safetensors", "huggingface"):
+        for name in [file.name for file in catalog.files]:
+            if catalog.format == "safetensors" or name.endswith(SAFETENSORS):
+                path = os.path.join(folder, name)
+                if said := library_difference(read_header(reader, name), path):
+                    said = f"{path}: the safetensors library {said}; convert it to a new file"
+                    yield Problem(name, said)
+
+
+def library_difference(header: Header, path: str) -> str:
+    """Returns in which way the library sees another file than `header`; empty if it does not."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "numpy") as file:
+            slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        return f"refuses it: {error}"
+    theirs = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices]
+    ours = [(entry.name, entry.dtype, entry.shape) for entry in header.entries.values()]
+    if others := sorted({name for name, *_ in set(ours) ^ set(theirs)}):
+        return f"sees other tensors: {listed(others, SHOWN_NAMES)}"
+    # Types and shapes in one order give the bytes. Empty tensors may stand anywhere in it.
+    orders = [[name for name, _, shape in seen if all(shape)] for seen in (ours, theirs)]
+    is_equal = orders[0] == orders[1] and header.metadata == metadata
+    return "" if is_equal else "sees another order or other metadata"
 
 
 def _below(reader: Reader, folder: str, part: Catalog, progress: Progress) -> Findings:
@@ -186,11 +222,10 @@ def _unreadable(url: str, error: FormatError, options: Options) -> Report:
 
 def _header_problems(store: Store, names: list[str]) -> tuple[Problem, ...]:
     problems = []
-    for name in names:
-        if name.endswith(SAFETENSORS):
-            try:
-                with placed(store.url, name):
-                    read_header(store, name)
-            except FormatError as error:
-                problems.append(Problem.of(error, name))
+    for name in [name for name in names if name.endswith(SAFETENSORS)]:
+        try:
+            with placed(store.url, name):
+                read_header(store, name)
+        except FormatError as error:
+            problems.append(Problem.of(error, name))
     return tuple(problems)

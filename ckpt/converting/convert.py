@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ckpt.arguments import DtypeName, FormatName, KindName
+from ckpt.checking.verify import library_problems
 from ckpt.converting.layouts import by_size, checked_kind, of_kind
 from ckpt.converting.native_target import StoredState, outgoing, write_native
 from ckpt.converting.plan import ConversionPlan, conversion_plan
@@ -59,7 +60,7 @@ from ckpt.stores.store import Options, local_path, open_store, split_url
 from ckpt.transfer.copy_shares import called_together, memory_bytes_of, write_plans
 from formats import dcp, gguf, npz, torch_save
 from formats.catalog import OpaqueValue, Tree, join, without_opaque
-from formats.errors import UnsupportedError
+from formats.errors import CorruptError, UnsupportedError
 from formats.native.shard import Progress
 from formats.outgoing import FilePlan, Outgoing
 from formats.safetensors import file as safetensors_file
@@ -286,6 +287,8 @@ def convert(
                 written = outgoing(result.url, result.store, whole)
                 shown = without_secrets(target.url)
                 check_written(wanted, written, shown, result.catalog.format)
+                for problem in library_problems(result.store, result.catalog):
+                    raise CorruptError(problem.message)
         return ConvertReport(
             os.fspath(src),
             target.url,

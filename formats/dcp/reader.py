@@ -230,7 +230,7 @@ class Items:
             if len(places) == 1 and self._is_safetensors(file, at):
                 found[file] = at
         for file, at in found.items():
-            header, _ = read_header(Tail(self._reader, file, at), file)
+            header = read_header(self._reader, file, at)
             for key, extent in self._extents.items():
                 if extent.file == file and key[1] is not None:
                     self._extents[key] = self._entry(key[0], header, extent)
@@ -402,21 +402,6 @@ class ItemPieces:
             )
         self._known.items.add(item, archive, extent, tensor)
         return _Opened(extent, tensor)
-
-
-class Tail:
-    """A reader of one file from a byte on, as if the file began there."""
-
-    def __init__(self, reader: Reader, file: str, at: int) -> None:
-        self._reader, self._file, self._at = reader, file, at
-
-    def size(self, name: str) -> int:
-        """Returns the bytes from there to the end."""
-        return self._reader.size(self._file) - self._at
-
-    def read(self, name: str, offset: int, length: int) -> bytes:
-        """Reads exactly these bytes."""
-        return self._reader.read(self._file, self._at + offset, length)
 
 
 class ReadAhead:

@@ -83,7 +83,7 @@ def read(reader: Reader, name: str) -> Catalog:
 
 def read_contents(reader: Reader, name: str) -> FileContents:
     """Reads the content of a file, of which `read` makes a catalog. Raises as `read` does."""
-    header, raw = read_header(reader, name)
+    header = read_header(reader, name)
     metadata = dict(header.metadata)
     true_dtypes = _json_object(metadata.pop(DTYPES_KEY, "{}"), DTYPES_KEY, name)
     tied = metadata.pop(TIED_KEY, None)
@@ -100,7 +100,7 @@ def read_contents(reader: Reader, name: str) -> FileContents:
         entry.name: _record(entry, true_dtypes.get(entry.name), name, header.data_offset)
         for entry in header.entries.values()
     }
-    size = len(raw) + header.data_bytes
+    size = header.data_offset + header.data_bytes
     return FileContents(tensors, aliases, metadata, FileRecord(name, size))
 
 

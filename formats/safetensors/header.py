@@ -24,10 +24,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 from formats.limits import ELEMENTS, HEADER_DIMENSIONS, check
+from formats.storage import Reader
 from formats.strict_json import decode_object
 
 MAX_HEADER_BYTES = 100_000_000
@@ -40,30 +41,18 @@ METADATA_KEY = "__metadata__"
 """The one key of the header that is not a tensor."""
 
 BITS = {
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
-    "C64": 64,
-    "F32": 32,
-    "I32": 32,
-    "U32": 32,
-    "F16": 16,
-    "BF16": 16,
-    "I16": 16,
-    "U16": 16,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "I8": 8,
-    "U8": 8,
-    "BOOL": 8,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "F4": 4,
+    name: bits
+    for bits, names in (
+        (64, "F64 I64 U64 C64"),
+        (32, "F32 I32 U32"),
+        (16, "F16 BF16 I16 U16"),
+        (8, "F8_E4M3 F8_E5M2 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ I8 U8 BOOL"),
+        (6, "F6_E2M3 F6_E3M2"),
+        (4, "F4"),
+    )
+    for name in names.split()
 }
-"""Bits per element of each safetensors dtype. Below 8, a tensor still fills whole bytes."""
+"""Bits per element of each dtype of the library. Below 8, a tensor still fills whole bytes."""
 
 
 class Entry(NamedTuple):
@@ -93,28 +82,15 @@ class Header:
         return max((entry.end for entry in self.entries.values()), default=0)
 
 
-class HeaderReader(Protocol):
-    """The part of a reader that a header needs."""
+def read_header(reader: Reader, name: str, at: int = 0) -> Header:
+    """Reads only the header of a file, which begins at byte `at` of `name`, and checks its size.
 
-    def size(self, name: str) -> int:
-        """Returns the size of a file."""
-        ...
-
-    def read(self, name: str, offset: int, length: int) -> bytes:
-        """Reads exactly these bytes of a file."""
-        ...
-
-
-def read_header(reader: HeaderReader, name: str) -> tuple[Header, bytes]:
-    """Reads the header of a file, and checks it against the file's size.
-
-    Also returns its bytes with the 8-byte length. Reads nothing else. Raises as `parse` does.
+    Raises as `parse` does.
     """
-    size = reader.size(name)
-    prefix = reader.read(name, 0, min(size, PREFIX_BYTES))
+    size = reader.size(name) - at
+    prefix = reader.read(name, at, min(size, PREFIX_BYTES))
     length = _header_length(prefix, name, size)
-    data = prefix + reader.read(name, PREFIX_BYTES, length)
-    return parse(data, name, size), data
+    return parse(prefix + reader.read(name, at + PREFIX_BYTES, length), name, size)
 
 
 def parse(data: bytes, file: str, file_size: int | None = None) -> Header:

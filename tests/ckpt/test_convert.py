@@ -502,3 +502,19 @@ def test_names_as_long_as_a_save_allows_are_read_back_from_every_format(
     torch.testing.assert_close(ckpt.read(tmp_path / PLACES[to]), state, rtol=0, atol=0)
     convert(tmp_path / PLACES[to], tmp_path / "back")
     torch.testing.assert_close(ckpt.read(tmp_path / "back"), state, rtol=0, atol=0)
+
+
+def test_a_result_that_the_safetensors_library_does_not_read_is_an_error(tmp_path: Path) -> None:
+    def damage(event: ckpt.events.Event) -> None:
+        if event.stage == "writing":  # a key that ckpt ignores, nested deeper than the library goes
+            nested = "[" * 150 + "]" * 150
+            entry = f'{{"w": {{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":{nested}}}}}'
+            header = entry.encode()
+            path.write_bytes(len(header).to_bytes(8, "little") + header + b"\1")
+
+    path = tmp_path / "w.safetensors"
+    ckpt.save(tmp_path / "source", {"w": torch.ones(1, dtype=torch.uint8)})
+    end = ckpt.events.subscribe(damage)
+    with pytest.raises(CorruptError, match="the safetensors library refuses it"):
+        convert(tmp_path / "source", path, verify=True)
+    end()

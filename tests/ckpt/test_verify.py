@@ -1,3 +1,4 @@
+import json
 import random
 import tracemalloc
 from pathlib import Path
@@ -6,8 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import ckpt
 from ckpt.checking import verify_native
-from ckpt.checking.verify import verify
+from ckpt.checking.verify import library_difference, verify
 from ckpt.converting.convert import convert
 from ckpt.errors import NotACheckpointError
 from ckpt.saving import save
@@ -18,6 +20,7 @@ from formats.errors import UnsupportedError
 from formats.native.manifest import Manifest, StoredTensor, dump, load
 from formats.native.shard_writer import write_shard
 from formats.outgoing import OutgoingTensor
+from formats.safetensors.header import parse
 from sharding.layout import Layout, Mesh, Shard
 
 WORLD = 3
@@ -297,6 +300,38 @@ def test_of_a_safetensors_file_structure_and_size_are_checked(tmp_path):
     (problem,) = verify(path).problems
     assert problem.file == "w.safetensors"
     assert "truncated within w" in problem.message
+
+
+def written(path: Path, x: str = "1", name: str = "w", **changed: object) -> Path:
+    """A safetensors file of one byte, whose entry also has the key `x` with this JSON."""
+    entry = json.dumps({"dtype": "U8", "shape": [1], "data_offsets": [0, 1], **changed})
+    header = f'{{"{name}": {entry[:-1]}, "x": {x}}}}}'.encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"1")
+    return path
+
+
+def test_a_file_that_the_safetensors_library_refuses_is_a_problem(tmp_path):
+    for name in ("w.safetensors", "model-00001-of-00001.safetensors"):
+        path = written(tmp_path / name, "[" * 150 + "]" * 150)
+        assert ckpt.read(path)["w"].tolist() == [49]
+        (problem,) = verify(path if name.startswith("w") else tmp_path).problems
+        assert "the safetensors library refuses it" in problem.message
+        assert problem.file == name
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"name": "v"}, "sees other tensors: v, w"),
+        ({"dtype": "I8"}, "sees other tensors: w"),
+        ({"shape": [1, 1]}, "sees other tensors: w"),
+        ({}, ""),
+    ],
+)
+def test_a_file_that_the_safetensors_library_sees_otherwise_is_a_problem(tmp_path, other, said):
+    header = parse(written(tmp_path / "w.safetensors").read_bytes(), "w.safetensors")
+    assert library_difference(header, str(written(tmp_path / "o.safetensors", **other))) == said
 
 
 def test_every_damaged_file_of_a_hugging_face_folder_is_reported(native, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -442,10 +443,22 @@ def test_only_the_header_of_a_file_is_read(tmp_path: Path):
         file.write(header)
         file.truncate(len(header) + 2**40)  # a hole on the disk: reading it would not end
     with open_store(tmp_path) as store:
-        assert read_header(store, "large.safetensors") == (built, header)
+        assert read_header(store, "large.safetensors") == built
 
 
 def test_a_file_that_ends_in_its_first_bytes_is_an_error_that_names_it(tmp_path: Path):
     (tmp_path / "cut.safetensors").write_bytes(b"123")
     with open_store(tmp_path) as store, pytest.raises(CorruptError, match=r"cut\.safetensors"):
         read_header(store, "cut.safetensors")
+
+
+def test_every_dtype_of_the_library_is_known_with_its_size(tmp_path: Path):
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(with_entry(dtype="other"))
+    with pytest.raises(SafetensorError, match="expected one of") as refused:
+        safe_open(path, "numpy")
+    assert set(re.findall(r"`(\w+)`", str(refused.value))) - {"other"} == set(BITS)
+    eights = [(dtype, dtype, (8,), bits) for dtype, bits in BITS.items()]
+    path.write_bytes(build(eights, {}) + bytes(sum(BITS.values())))
+    with safe_open(path, "numpy") as file:
+        assert file.offset_keys() == list(BITS)
