@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable
+from io import BytesIO
 from math import prod
 
 from formats.catalog import (
@@ -38,7 +39,7 @@ from formats.errors import CorruptError, FormatError, HostileError, UnsupportedE
 from formats.limits import DIMENSIONS, ELEMENTS, Names, check
 from formats.outgoing import FilePlan, Outgoing, OutgoingTensor, encoded_name
 from formats.pickles.tree import BARE_TENSOR
-from formats.pickles.values import NumpyArray, code_of
+from formats.pickles.values import NumpyArray, NumpyDType, code_of
 from formats.storage import Reader
 from formats.zip_plan import Member, combine, zip_parts
 from formats.zip_records import Archive, Compressed
@@ -53,6 +54,7 @@ _HEADER_BYTES = 10_000
 """The longest header that numpy reads."""
 _FIRST_BYTES = 256
 _ALIGN_BYTES = 64
+# Not by `numpy.lib.format`, to which 10 kB can take 100 ms (docs/decisions/042-libraries.md).
 _HEADER = re.compile(
     r"\{\s*'descr':\s*(?:'([^']{1,40})'|\[.*\]),\s*'fortran_order':\s*(True|False),\s*"
     r"'shape':\s*\(((?:[0-9]+L?(?:, ?[0-9]+L?)*,? ?)?)\),?\s*\}\s*",
@@ -133,13 +135,12 @@ def left_out(state: Outgoing) -> tuple[str, ...]:
 
 
 def _built(tensor: OutgoingTensor) -> bytes:
-    """Returns the magic number and the header of an array."""
-    shape = "".join(f"{size}, " for size in tensor.shape)
-    shape = shape.rstrip() if len(tensor.shape) == 1 else shape.removesuffix(", ")
-    text = f"{{'descr': '{code_of(tensor.dtype)}', 'fortran_order': False, 'shape': ({shape}), }}"
-    padding = -(len(_MAGIC) + 4 + len(text) + 1) % _ALIGN_BYTES
-    header = f"{text}{' ' * padding}\n".encode()
-    return _MAGIC + b"\x01\x00" + len(header).to_bytes(2, "little") + header
+    """Returns the magic number and the header of an array, as `numpy.save` writes them."""
+    from numpy.lib.format import write_array_header_1_0  # a reader starts without numpy
+
+    fields = {"descr": code_of(tensor.dtype), "fortran_order": False, "shape": tensor.shape}
+    write_array_header_1_0(header := BytesIO(), fields)
+    return header.getvalue()
 
 
 def _member(archive: Archive, member: str, name: str) -> TensorRecord | OpaqueValue:
@@ -209,7 +210,7 @@ def _described(code: str | None, is_fortran: bool, sizes: list[str], where: str)
     shape = tuple(map(int, sizes))
     if prod(size or 1 for size in shape) >= ELEMENTS:
         raise HostileError(f"{where}: an array of shape {shape} has absurdly many elements")
-    return NumpyArray.described(code or "V", shape, is_fortran)
+    return NumpyArray(shape, NumpyDType(code or "V"), is_fortran)
 
 
 class InflatedChunk:

@@ -115,11 +115,6 @@ class NumpyArray:
     data: bytes | None = None
     """The elements; None for an array of objects."""
 
-    @classmethod
-    def described(cls, code: str, shape: tuple[int, ...], is_fortran: bool) -> NumpyArray:
-        """Returns an array without its elements; `code` is numpy's text for a dtype."""
-        return cls(shape, NumpyDType(code), is_fortran)
-
     def build(self, state: object) -> None:
         """Sets the state of the pickle: version, shape, dtype, order and bytes."""
         if type(state) is not tuple or len(state) != 5 or not isinstance(state[2], NumpyDType):
@@ -373,13 +368,11 @@ TENSOR_MAKERS: dict[str, Callable[[Arguments], object]] = {
 }
 """Makes the value of a call of each function."""
 
-
 _MODULE = ("_parameters", "_buffers", "_modules")
 _OPTIMIZER = ("param_groups", "state")
 FILE = "_io.BytesIO"
 SCRIPT = "__torch__."
 """The beginning of the names of classes in TorchScript programs."""
-
 
 Count = Callable[[int], None]
 """Counts parts that are looked at, and raises an error if they are too many."""

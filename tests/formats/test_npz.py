@@ -68,6 +68,9 @@ def test_numpy_reads_the_arrays_of_a_conversion(
         for name, array in values.items():
             assert found[name].dtype == array.dtype
             assert np.array_equal(found[name], array)
+            np.save(saved := io.BytesIO(), array.copy())
+            with zipfile.ZipFile(tmp_path / "a.npz") as archive:
+                assert archive.read(f"{name}.npy") == saved.getvalue()
     assert ckpt.diff(tmp_path / "a.pt", tmp_path / "a.npz").equal
 
 
