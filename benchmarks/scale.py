@@ -27,11 +27,11 @@ import report
 import torch
 import xxhash
 
-from ckpt.garbage import collected_later
 from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
+from ckpt.plan.reuse import collected_later
 from ckpt.plan.save_plan import WriteItem, plan_save, stored_layouts
 from ckpt.state.flatten import FlatState, Leaf
-from ckpt.state.merged_state import marks, summary
+from ckpt.state.merged_state import fingerprints, summary
 from ckpt.state.state_spec import StateSpec, merged
 from formats.catalog import Catalog, TensorRef
 from formats.errors import SizeError, TooLargeError
@@ -112,7 +112,7 @@ def _name(rank: int) -> str:
 
 def planned_save(described: StateSpec, rank: int) -> Saved:
     """Everything that a rank computes between its description and the first byte it writes."""
-    marks(described)
+    fingerprints(described)
     tensors = stored_layouts(described.tensors)
     return _own(described.tensors, tensors, rank)
 

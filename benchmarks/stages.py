@@ -32,20 +32,20 @@ Where = Mapping[str, tuple[str, ...]]
 TOGETHER = ("agree", "gather", "broadcast", "common", "joined")
 RANKS = tuple(f"sharding.agreement.ranks:Ranks.{name}" for name in TOGETHER)
 SAVE: Where = {
-    "describing the state": ("ckpt.save_protocol:flatten",),
+    "describing the state": ("ckpt.saving.agreement:flatten",),
     "hashing its structure": ("ckpt.state.merged_state:marks",),
     "sampling its replicas": ("ckpt.transfer.replica_hashes:ReplicaHashes.weigh",),
     "waiting for and telling other ranks": RANKS,
     "planning who writes what": (
-        "ckpt.save_protocol:check_members",
-        "ckpt.save_protocol:stored_layouts",
-        "ckpt.save_protocol:plan_save",
+        "ckpt.saving.agreement:check_members",
+        "ckpt.saving.agreement:stored_layouts",
+        "ckpt.saving.agreement:plan_save",
     ),
     "the file's header": ("formats.native.shard_writer:build",),
     "hashing the data": ("formats.native.shard_writer:_records",),
     "writing": ("ckpt.stores.local_store:LocalFileWriter.write",),
     "flushing files and folders": ("os:fsync",),
-    "the manifest": ("ckpt.save_protocol:write_manifest",),
+    "the manifest": ("ckpt.saving.agreement:write_manifest",),
 }
 LOAD: Where = {
     "opening manifest and headers": (
@@ -53,10 +53,10 @@ LOAD: Where = {
         "formats.native.reader:open_shard",
         "formats.native.opened_shard:first_chunks",
     ),
-    "matching names": ("ckpt.load_agreement:match", "ckpt.load_agreement:Saved"),
+    "matching names": ("ckpt.loading.agreement:match", "ckpt.loading.agreement:Saved"),
     "waiting for and telling other ranks": RANKS,
     "planning requests": (
-        "ckpt.load_agreement:plan_load",
+        "ckpt.loading.agreement:plan_load",
         "ckpt.transfer.read:byte_ranges_of",
     ),
     "reading": ("ckpt.stores.local_store:LocalStore.read_into",),

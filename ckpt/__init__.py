@@ -30,47 +30,47 @@ from ckpt.errors import *  # noqa: E402, F403 - `ckpt.errors` has the one list o
 
 if TYPE_CHECKING:
     from ckpt import events, sharding, state_dict
-    from ckpt.background.save import Saved, SaveHandle
     from ckpt.checking.diff import diff
     from ckpt.checking.verify import verify
-    from ckpt.collecting import LeftOver, gc
     from ckpt.converting.convert import convert
-    from ckpt.deleting import delete
-    from ckpt.lazy import Checkpoint, TensorHandle, open, read
     from ckpt.live.follow import LiveVersion, follow
     from ckpt.live.publish import LiveState, publish
-    from ckpt.loading import load
+    from ckpt.loading.lazy import Checkpoint, TensorHandle, open, read
+    from ckpt.loading.load import load
+    from ckpt.loading.newest import latest
     from ckpt.mapping.changes import read_mapping
     from ckpt.mapping.rules import TensorMapping
-    from ckpt.newest import latest
+    from ckpt.removing.delete import delete
+    from ckpt.removing.gc import LeftOver, gc
     from ckpt.run.checkpointer import Checkpointer
     from ckpt.run.history import run_steps
     from ckpt.run.memory_tier import Memory
     from ckpt.run.retention import Keep, RunStep
     from ckpt.run.rng import rng
-    from ckpt.saving import prepare, save
+    from ckpt.saving.background import Saved, SaveHandle
+    from ckpt.saving.save import prepare, save
     from ckpt.state.per_rank import PerRank, per_rank
     from formats.limits import limits
 
 _WHERE = {
-    "save": "ckpt.saving",
-    "prepare": "ckpt.saving",
-    "SaveHandle": "ckpt.background.save",
-    "Saved": "ckpt.background.save",
-    "load": "ckpt.loading",
-    "latest": "ckpt.newest",
-    "open": "ckpt.lazy",
-    "read": "ckpt.lazy",
+    "save": "ckpt.saving.save",
+    "prepare": "ckpt.saving.save",
+    "SaveHandle": "ckpt.saving.background",
+    "Saved": "ckpt.saving.background",
+    "load": "ckpt.loading.load",
+    "latest": "ckpt.loading.newest",
+    "open": "ckpt.loading.lazy",
+    "read": "ckpt.loading.lazy",
     "follow": "ckpt.live.follow",
     "LiveVersion": "ckpt.live.follow",
-    "Checkpoint": "ckpt.lazy",
-    "TensorHandle": "ckpt.lazy",
+    "Checkpoint": "ckpt.loading.lazy",
+    "TensorHandle": "ckpt.loading.lazy",
     "convert": "ckpt.converting.convert",
     "read_mapping": "ckpt.mapping.changes",
     "TensorMapping": "ckpt.mapping.rules",
-    "delete": "ckpt.deleting",
-    "gc": "ckpt.collecting",
-    "LeftOver": "ckpt.collecting",
+    "delete": "ckpt.removing.delete",
+    "gc": "ckpt.removing.gc",
+    "LeftOver": "ckpt.removing.gc",
     "diff": "ckpt.checking.diff",
     "verify": "ckpt.checking.verify",
     "limits": f"{formats.__name__}.limits",

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from ckpt.arguments import CastingRule, KindName
 from ckpt.budget import memory_budget
 from ckpt.errors import ReplicasWarning, StateError
-from ckpt.loading import Patterns
+from ckpt.loading.load import Patterns
 from ckpt.match.match import match
 from ckpt.match.match_builder import Fit, Match, casting_of
 from ckpt.match.overlaps import check_fits, check_preflight_scalars, differences, fingerprints

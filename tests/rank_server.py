@@ -29,8 +29,8 @@ from tests import rank_worker
 
 IMPORTED = (
     "aiobotocore.session",
-    "ckpt.loading",
-    "ckpt.saving",
+    "ckpt.loading.load",
+    "ckpt.saving.save",
     "ckpt.state_dict",
     "hypothesis",
     "pytest",

@@ -71,7 +71,7 @@ def test_the_rooms_of_the_architecture_are_the_folders_of_the_product() -> None:
         for package in ("ckpt", "formats", "sharding", "tools")
         for path in (ROOT / package).rglob("__init__.py")
     }
-    assert named == folders - {"ckpt/mapping/known"}
+    assert named == folders
 
 
 def test_the_journeys_of_the_architecture_name_files_of_the_product() -> None:

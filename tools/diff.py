@@ -123,7 +123,7 @@ def run(options: Options) -> int:
 
 
 def _write_page(path: str, url: str, told: Mapping[str, object] | None, found: Comparison) -> None:
-    from ckpt.sources import open_source
+    from ckpt.opening.sources import open_source
     from tools.page.described import chain_of, described, described_differences
     from tools.page.html_page import write_page
 

@@ -13,7 +13,7 @@ from tools.options import Option, add_storage_options, mapping
 from tools.text import age, columns, duration, json_text
 
 if TYPE_CHECKING:
-    from ckpt.collecting import LeftOver
+    from ckpt.removing.gc import LeftOver
 
 SUMMARY = "list what unfinished saves have left behind, and remove it with --delete"
 
@@ -48,9 +48,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> int:
     """Prints the list."""
-    from ckpt.collecting import gc, is_folder
     from ckpt.errors import NotACheckpointError
-    from ckpt.nearby import similar_path
+    from ckpt.opening.sources import similar_path
+    from ckpt.removing.gc import gc, is_folder
 
     storage = mapping(options.storage_options)
     found = gc(
@@ -94,7 +94,7 @@ def _sum(found: Sequence[LeftOver], options: Options) -> str:
 
 def _kept(young: int, options: Options) -> str:
     """Returns a text on the files that are too young to count, and on the age at which they do."""
-    from ckpt.collecting import OLD_SECONDS
+    from ckpt.removing.gc import OLD_SECONDS
 
     if not young:
         return ""

@@ -30,7 +30,7 @@ from tools.options import Option, add_storage_options, mapping
 from tools.text import columns, json_text, place, shortened
 
 if TYPE_CHECKING:
-    from ckpt.sources import Source
+    from ckpt.opening.sources import Source
 
 SUMMARY = "show tensors, values and files of a checkpoint"
 MAX_DEPTH = 64
@@ -79,7 +79,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> int:
     """Prints the content of the checkpoint."""
-    from ckpt.sources import open_source
+    from ckpt.opening.sources import open_source
 
     if options.depth is not None and options.depth < 1:
         raise ValueError(f"--depth {options.depth}: the depth is at least 1")

@@ -43,7 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> int:
     """Prints the path alone on a line; skipped checkpoints and the reasons go to stderr."""
-    from ckpt.newest import newest_sound
+    from ckpt.loading.newest import newest_sound
 
     found, skipped = newest_sound(options.url, options.verify, mapping(options.storage_options))
     for one in skipped:

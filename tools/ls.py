@@ -89,7 +89,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> int:
     """Prints the list. Raises NotACheckpointError if there is nothing to list."""
-    from ckpt.sources import open_source
+    from ckpt.opening.sources import open_source
 
     told = mapping(options.storage_options)
     try:
@@ -220,9 +220,9 @@ def _checkpoints(url: str, told: Mapping[str, object] | None) -> Iterator[Row]:
 
 def _row(url: str, name: str, told: Mapping[str, object] | None) -> Row | None:
     """Returns the row of a place; None unless it is a checkpoint, or an unfinished one."""
-    from ckpt.newest import Committed
+    from ckpt.loading.newest import Committed
+    from ckpt.opening.sources import open_source
     from ckpt.run.history import STEP, run_step
-    from ckpt.sources import open_source
     from ckpt.stores.store import open_store
 
     try:

@@ -16,8 +16,8 @@ from tools.text import columns, json_text, place, size_of
 
 if TYPE_CHECKING:
     from ckpt.converting.layouts import TargetLayouts
+    from ckpt.opening.sources import Source
     from ckpt.plan.load_plan import RankReads
-    from ckpt.sources import Source
 
 SUMMARY = "show what each rank of a job would read from a checkpoint"
 SHOWN_RANKS = 64
@@ -75,7 +75,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Options) -> int:
     """Prints a line for each planned rank, and the rank that reads most."""
     from ckpt.converting.layouts import PlacementRule, TargetLayouts, parsed_mesh
-    from ckpt.sources import open_source
+    from ckpt.opening.sources import open_source
 
     rules = [PlacementRule.parsed(text) for text in options.placements or ()]
     target = TargetLayouts(parsed_mesh(options.mesh, options.world_size), rules)

@@ -73,7 +73,7 @@ def file_bytes(url: str | os.PathLike[str], told: Mapping[str, object] | None = 
 
     `told` are the driver's options.
     """
-    from ckpt.sources import open_source
+    from ckpt.opening.sources import open_source
 
     try:
         with open_source(url, told) as source:
@@ -86,7 +86,7 @@ def tensor_bytes(
     url: str | os.PathLike[str], told: Mapping[str, object] | None = None
 ) -> int | None:
     """Returns the size of a checkpoint's tensors; None if it cannot be read."""
-    from ckpt.sources import open_source
+    from ckpt.opening.sources import open_source
 
     try:
         with open_source(url, told) as source:

@@ -64,7 +64,7 @@ def run(options: Options) -> int:
         for url in options.urls:
             _thin(url, options.keep, options)
         return ExitCode.FINE
-    from ckpt.deleting import was_deleted
+    from ckpt.removing.delete import was_deleted
 
     storage = mapping(options.storage_options)
     gone: set[str] | None = set() if options.dry_run else None
@@ -92,7 +92,7 @@ def _tell_left_overs(url: str, storage: Mapping[str, object] | None) -> None:
 
 def _thin(url: str, keep: Keep, options: Options) -> None:
     """Deletes checkpoints of a run that no rule keeps. Raises NotACheckpointError without a run."""
-    from ckpt.nearby import similar_path
+    from ckpt.opening.sources import similar_path
     from ckpt.run.history import run_steps
     from ckpt.run.removal import removals
     from ckpt.stores.store import join_url

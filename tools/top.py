@@ -1,7 +1,7 @@
 """`ckpt top`: the saves and conversions under way, live, and the last checkpoints of a run.
 
-All figures come from the files of the run (`ckpt.under_way`), so the command works from each host
-that sees the folder, and costs the run nothing.
+All figures come from the files of the run (`ckpt.removing.progress_files`), so the command works
+from each host that sees the folder, and costs the run nothing.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tools.progress import has_answered
 from tools.text import age, columns, duration, json_text, place
 
 if TYPE_CHECKING:
-    from ckpt.newest import Committed
-    from ckpt.under_way import FileUnderWay, UnderWay
+    from ckpt.loading.newest import Committed
+    from ckpt.removing.progress_files import FileUnderWay, UnderWay
 
 SUMMARY = "watch the saves and conversions under way in a folder, and its last checkpoints"
 FILES_SHOWN = 16
@@ -126,10 +126,10 @@ def run(options: Options) -> int:
 
 def _views(options: Options) -> Iterator[tuple[Sequence[Look], list[Checkpoint]]]:
     """Yields the last looks and the checkpoints, again and again."""
-    from ckpt.collecting import is_folder
     from ckpt.errors import NotACheckpointError
-    from ckpt.nearby import similar_path
-    from ckpt.under_way import Watch
+    from ckpt.opening.sources import similar_path
+    from ckpt.removing.gc import is_folder
+    from ckpt.removing.progress_files import Watch
 
     told = mapping(options.storage_options)
     watch, looks = Watch(options.url, told), deque[Look](maxlen=LOOKS)
@@ -155,7 +155,7 @@ def _names(look: Look) -> set[tuple[str, str]]:
 
 def _checkpoints(url: str, told: Mapping[str, object] | None) -> list[Checkpoint]:
     """Returns the last checkpoints of a folder, newest first."""
-    from ckpt.newest import committed
+    from ckpt.loading.newest import committed
     from ckpt.stores.store import is_file, join_url, open_store
 
     if is_file(url, told):
@@ -186,7 +186,7 @@ def _seconds(text: str | None) -> float | None:
 
 def _rates(looks: Sequence[Look]) -> dict[tuple[str, str, str], float]:
     """Returns the rates since the first look that has the file."""
-    from ckpt.under_way import rates
+    from ckpt.removing.progress_files import rates
 
     found: dict[tuple[str, str, str], float] = {}
     for before in list(looks)[:-1]:
@@ -275,7 +275,7 @@ _Row = tuple["FileUnderWay", "float | None", "float | None"]
 
 def _slowest_first(one: UnderWay, known: Mapping[tuple[str, str, str], float]) -> list[_Row]:
     """Returns the files with their rates: those that need most time first, complete ones last."""
-    from ckpt.under_way import key, seconds_left
+    from ckpt.removing.progress_files import key, seconds_left
 
     rows: list[_Row] = []
     for file in one.files:

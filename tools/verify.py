@@ -94,7 +94,7 @@ def _verified(url: str, options: Options) -> Report:
 
 def _is_local_run(url: str) -> bool:
     """Whether checkpoints of ckpt's own format lie in a folder on a disk."""
-    from ckpt.nearby import checkpoints_below
+    from ckpt.opening.sources import checkpoints_below
     from ckpt.stores.store import local_path, open_store
 
     if local_path(url) is None:  # no shell expands the star

@@ -35,7 +35,7 @@ from ckpt.checking.elements import (
 from ckpt.mapping.changes import Changes, MappingName
 from ckpt.mapping.structure import Container, StructureDifference, compare_structure, containers
 from ckpt.match.selection import Selection
-from ckpt.sources import Source, open_source
+from ckpt.opening.sources import Source, open_source
 from ckpt.state.saved import Missing, Saved, by_name
 from ckpt.stores.store import Options
 from ckpt.transfer.read import RangeReader

@@ -18,7 +18,7 @@ from dataclasses import replace
 from ckpt.checking.report import Findings, Problem, Report
 from ckpt.checking.verify_native import check_native
 from ckpt.checking.verify_zip import check_counts, check_dcp, check_zip
-from ckpt.sources import Source, open_source, placed
+from ckpt.opening.sources import Source, open_source, placed
 from ckpt.stores.replacement_guard import unless_replaced
 from ckpt.stores.store import Options, Store, is_file, local_path, open_store, split_url
 from formats.catalog import Catalog

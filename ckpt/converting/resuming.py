@@ -26,7 +26,7 @@ import xxhash
 
 from ckpt.converting.targets import remove
 from ckpt.errors import ExistsError
-from ckpt.sources import Source
+from ckpt.opening.sources import Source
 from ckpt.stores.request_errors import explained_on_disk
 from formats.outgoing import FilePlan, Late, OutgoingTensor
 from formats.storage import FileWriter, Writer

@@ -21,7 +21,7 @@ from enum import Enum
 from ckpt.errors import CkptError, NotACheckpointError
 from ckpt.mapping.changes import Changes, place_of_model, weights_beside
 from ckpt.mapping.model_files import CONFIG, ModelFiles, config_of, folder_of
-from ckpt.sources import Source, open_source
+from ckpt.opening.sources import Source, open_source
 from formats import gguf, npz
 from formats.catalog import Catalog, OpaqueValue, Tree, TypedValue, join, named_leaves, plain_names
 from formats.dcp.nest import lost

@@ -32,8 +32,7 @@ from pathlib import Path
 from warnings import warn
 
 from ckpt.errors import ExistsError, NotDurableWarning, StoreError
-from ckpt.nearby import checkpoints_below
-from ckpt.sources import Source
+from ckpt.opening.sources import Source, checkpoints_below
 from ckpt.stores.local_store import PART_SUFFIX, RENAME_EXCHANGE, rename_with
 from ckpt.stores.request_errors import explained_on_disk
 from ckpt.stores.served_store import check_writable

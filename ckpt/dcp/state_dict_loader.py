@@ -35,7 +35,7 @@ from ckpt.dcp.arguments import (
 from ckpt.dcp.storage_reader import CkptStorageReader
 from ckpt.dcp.torch_errors import translated_errors
 from ckpt.errors import StateError
-from ckpt.loading import load_partly
+from ckpt.loading.load import load_partly
 from ckpt.state.typed_values import like_target
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from ckpt.background.save import SaveHandle
 from ckpt.dcp.arguments import (
     check_coordinator,
     check_state,
@@ -34,7 +33,8 @@ from ckpt.dcp.arguments import (
 from ckpt.dcp.storage_reader import metadata_of_state
 from ckpt.dcp.storage_writer import CkptStorageWriter, check_collectives
 from ckpt.dcp.torch_errors import translated, translated_errors
-from ckpt.saving import save as _save
+from ckpt.saving.background import SaveHandle
+from ckpt.saving.save import save as _save
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -31,7 +31,7 @@ from torch.futures import Future
 
 from ckpt.budget import memory_budget
 from ckpt.errors import ArgumentError, StateError
-from ckpt.lazy import Checkpoint
+from ckpt.loading.lazy import Checkpoint
 from ckpt.state.memory import empty_for, is_plain, torch_dtype, will_change
 from ckpt.state.saved import by_name
 from ckpt.state.typed_values import opened

@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ckpt.errors import ArgumentError, StateError
-from ckpt.save_protocol import check_place, writer_of
+from ckpt.saving.agreement import check_place, writer_of
 from ckpt.state.flatten import flatten
 from ckpt.state.tensor_kinds import awaited, kind_problem, memory_problem
 from ckpt.stores.store import Options, open_store

@@ -6,6 +6,9 @@ Rules:
 2. A connection has one request at a time. Its end is an event: an owner has gone, or a reader has
    given back its descriptors and its leases.
 3. A connection that neither owns a name nor holds a version counts as silent between requests.
+4. A message is a datagram in order (SOCK_SEQPACKET), and may carry descriptors. A message longer
+   than `MESSAGE_BYTES` travels in shared memory: the datagram is then
+   `{"in": position of its descriptor, "nbytes": length}`.
 """
 
 from __future__ import annotations
@@ -13,15 +16,16 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 
-from ckpt.live.datagrams import close_all, receive_message, send_message
 from ckpt.live.host import Host
 from ckpt.live.http_server import is_token
-from ckpt.live.memory_file import memory_file
 from ckpt.live.protocol import (
+    LONG_MESSAGE_BYTES,
+    MESSAGE_BYTES,
     MOST_DESCRIPTORS,
     MOST_SECONDS,
     STALL_SECONDS,
@@ -40,8 +44,10 @@ from ckpt.live.protocol import (
     Versions,
     files_json,
     json_bytes,
+    object_of,
     request_of,
 )
+from ckpt.live.shared_files import memory_file
 from ckpt.live.wire import Acceptor, Wire
 
 Answer = tuple[dict[str, object], tuple[int, ...]]
@@ -231,3 +237,71 @@ def _user(connected: socket.socket) -> int:
         found = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         return int(struct.unpack("3i", found)[1])
     return -1
+
+
+_LONG = b'{"in":'
+
+
+def send_message(connected: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> None:
+    """Sends a message. Raises BlockingIOError if the socket does not block and cannot take it."""
+    if len(data) <= MESSAGE_BYTES:
+        socket.send_fds(connected, [data], list(descriptors))
+        return
+    memory = memory_of(data)
+    try:
+        head = json_bytes({"in": len(descriptors), "nbytes": len(data)})
+        socket.send_fds(connected, [head], [*descriptors, memory])
+    finally:
+        os.close(memory)
+
+
+def receive_message(connected: socket.socket) -> tuple[bytes, list[int]]:
+    """Returns a message and its descriptors; no bytes at the end of the connection.
+
+    Raises RefusedError if the message is malformed, and has then closed its descriptors.
+    """
+    data, descriptors, flags, _ = socket.recv_fds(
+        connected, MESSAGE_BYTES + 1, MOST_DESCRIPTORS + 3, socket.MSG_CMSG_CLOEXEC
+    )
+    try:
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(data) > MESSAGE_BYTES:
+            raise RefusedError(
+                "large",
+                f"a message has at most {MESSAGE_BYTES} bytes and {MOST_DESCRIPTORS} descriptors",
+            )
+        if data.startswith(_LONG):
+            data = _long_message(data, descriptors)
+    except BaseException:
+        close_all(descriptors)
+        raise
+    return data, descriptors
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    """Closes descriptors."""
+    for one in descriptors:
+        with suppress(OSError):
+            os.close(one)
+
+
+def memory_of(data: bytes) -> int:
+    """Returns the descriptor of new shared memory with these bytes."""
+    memory = os.memfd_create("ckpt-message", os.MFD_CLOEXEC)
+    at = 0
+    while at < len(data):
+        at += os.pwrite(memory, data[at:], at)
+    return memory
+
+
+def _long_message(data: bytes, descriptors: list[int]) -> bytes:
+    found = object_of(data, "a message")
+    at, nbytes = found.get("in"), found.get("nbytes")
+    if type(at) is not int or at != len(descriptors) - 1 or type(nbytes) is not int:
+        raise RefusedError("protocol", "the last descriptor of a long message has its bytes")
+    if not 0 <= nbytes <= LONG_MESSAGE_BYTES or os.fstat(descriptors[at]).st_size != nbytes:
+        raise RefusedError("large", f"a long message has at most {LONG_MESSAGE_BYTES} bytes")
+    memory = descriptors.pop()
+    try:
+        return os.pread(memory, nbytes, 0)
+    finally:
+        os.close(memory)

@@ -12,8 +12,8 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from ckpt.errors import WaitTimeoutError
-from ckpt.live.address import LiveUrl, parse
-from ckpt.stores.live_store import LiveStore
+from ckpt.live.store import LiveStore
+from ckpt.stores.addresses import LiveUrl, parse
 from ckpt.stores.store import Options
 from sharding.agreement.ranks import Ranks, result_or_error
 from sharding.errors import ArgumentError

@@ -1,19 +1,29 @@
-"""The state of a host server while it runs: the table, the open files, and those who wait.
+"""The state of a host server while it runs: the table, the open files, and the waiting requests.
 
-Everything happens in one thread, so that no event sees another one half done.
+A server also copies the files of other servers into memory of its own. All events are handled in
+one thread, so that no event sees another one half done.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import secrets
-from collections.abc import Callable, Iterable
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from time import monotonic
 
+import h11
+
 from ckpt.live.http_server import HttpConnection
-from ckpt.live.memory_file import MemoryFile
-from ckpt.live.protocol import Address
+from ckpt.live.protocol import STALL_SECONDS, Address, RefusedError, Segment
+from ckpt.live.shared_files import MemoryFile
 from ckpt.live.table import Forgotten, Table, VersionLease
+from ckpt.live.wire import Wire
+from ckpt.stores.addresses import authority
+from ckpt.stores.shared_memory import mapped, new_memory, take_huge_pages
 
 START_SECONDS = 30.0
 """The time in which a new server must get an owner."""
@@ -143,3 +153,115 @@ class Host:
         at = self.table.next_at()
         if at is not None:
             self.due_in(at - monotonic())
+
+
+CONNECT_SECONDS = 10.0
+COPY = "copy"
+"""The lease that a copying server names."""
+_TURN_BYTES = 4 << 20
+_HEAD_BYTES = 4 << 10
+
+
+async def pull(
+    source: Address, path: str, token: str, reserve: Callable[[int], None]
+) -> MemoryFile:
+    """Returns a copy of the file at `path` of another server.
+
+    Calls `reserve` with the size before any memory is taken. Raises RefusedError if the other
+    server refuses, cannot be reached, or stops.
+    """
+    where = f"http://{authority(*source)}{path}"
+    try:
+        wire = await _connected(source)
+        try:
+            return await _copy(wire, where, source, path, token, reserve)
+        finally:
+            wire.close()
+    except (OSError, EOFError, KeyError, OverflowError, ValueError, h11.ProtocolError) as error:
+        said = str(error) or type(error).__name__
+        raise RefusedError("pull", f"{where}: the copy failed: {said}") from None
+
+
+async def _connected(source: Address) -> Wire:
+    # The system's resolver blocks, so that a thread asks it.
+    found = await asyncio.to_thread(socket.getaddrinfo, *source, type=socket.SOCK_STREAM)
+    family, kind, proto, _, where = found[0]
+    connected = socket.socket(family, kind, proto)
+    wire = Wire(connected)
+    try:
+        failed = connected.connect_ex(where)
+        if failed == errno.EINPROGRESS:
+            await wire.ready(CONNECT_SECONDS, to_write=True)
+            failed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if failed:
+            raise OSError(failed, os.strerror(failed))
+    except BaseException:
+        wire.close()
+        raise
+    return wire
+
+
+async def _copy(
+    wire: Wire,
+    where: str,
+    source: Address,
+    path: str,
+    token: str,
+    reserve: Callable[[int], None],
+) -> MemoryFile:
+    parser = h11.Connection(h11.CLIENT)
+    headers = [
+        ("host", authority(*source)),
+        ("authorization", f"Bearer {token}"),
+        ("connection", "close"),
+        # The bytes count as read once this server has answered, as those of a released lease do.
+        ("ckpt-lease", COPY),
+    ]
+    asks = parser.send(h11.Request(method="GET", target=path, headers=headers))
+    await wire.send(asks, STALL_SECONDS)
+    parser.send(h11.EndOfMessage())
+    response = await _head(wire, parser)
+    if response.status_code != 200:
+        raise RefusedError(
+            "pull", f"{where}: that server answered with status {response.status_code}"
+        )
+    nbytes = int(dict(response.headers)[b"content-length"])
+    reserve(nbytes)
+    with _new_memory(nbytes) as (descriptor, view):
+        at = 0
+        while isinstance(event := parser.next_event(), h11.Data):
+            view[at : at + len(event.data)] = event.data
+            at += len(event.data)
+        while at < nbytes:
+            with view[at : at + _TURN_BYTES] as part:
+                got = await wire.receive_into(part, STALL_SECONDS)
+            if not got:
+                raise EOFError(f"it ended after {at} of {nbytes} bytes")
+            at += got
+            await asyncio.sleep(0)
+        return MemoryFile([Segment(descriptor, 0, nbytes)])
+
+
+async def _head(wire: Wire, parser: h11.Connection) -> h11.Response:
+    while (event := parser.next_event()) is h11.NEED_DATA:
+        parser.receive_data(await wire.receive(_HEAD_BYTES, STALL_SECONDS))
+    if not isinstance(event, h11.Response):
+        raise EOFError("it ended without an answer")
+    return event
+
+
+@contextmanager
+def _new_memory(nbytes: int) -> Iterator[tuple[int, memoryview]]:
+    """Yields the descriptor and the bytes of new memory, which an error frees."""
+    descriptor = new_memory("ckpt-replica")
+    try:
+        os.ftruncate(descriptor, nbytes)
+        if not nbytes:
+            yield descriptor, memoryview(bytearray())
+            return
+        with mapped(descriptor) as view:
+            take_huge_pages(view)
+            yield descriptor, view
+    except BaseException:
+        os.close(descriptor)
+        raise

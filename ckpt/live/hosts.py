@@ -1,11 +1,13 @@
 """The servers of one live state: one on each host of its publisher.
 
 The *leader* of a host is its lowest rank: it starts the host's server, owns the name there, and
-commits and drops versions. The server of rank 0's host is the *home*, which readers ask first.
+commits and drops versions. The server of rank 0's host is the *home*, which readers ask first. A
+replica is a copy of another host's files, which the server of this host pulls.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import secrets
@@ -16,11 +18,12 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from ckpt.errors import ArgumentError, NotACheckpointError
-from ckpt.live.address import LiveUrl
+from ckpt.errors import ArgumentError, NotACheckpointError, StoreError
 from ckpt.live.process import HostServer
 from ckpt.live.protocol import Address
 from ckpt.live.runtime import runtime_folder
+from ckpt.stores.addresses import LiveUrl
+from formats.threads import Pool
 from sharding.agreement.ranks import Ranks, result_or_error
 
 LOOPBACK = "127.0.0.1"
@@ -219,3 +222,39 @@ def _told_by(hosts: Hosts, ask: Callable[[HostServer], bool]) -> Dropped:
     if not held:
         return Dropped.UNKNOWN
     return Dropped.HELD if held[0] else Dropped.FREE
+
+
+PULLS = 4
+"""Files that a server pulls at once."""
+PULL_SECONDS = 600.0
+"""The longest pull of one file."""
+
+
+def copied_from(hosts: Hosts, version: int, files: Sequence[tuple[str, Address]]) -> None:
+    """Returns once the server of this host has each of the files, from the server beside it.
+
+    Raises StoreError if a server cannot be reached, or has no such file.
+    """
+
+    def pull(wanted: tuple[str, Address]) -> None:
+        file, source = wanted
+        host, port = hosts.addresses[hosts.here]
+        where = f"live://{host}:{port}/{hosts.name}/{version}/{file}"
+        connection = http.client.HTTPConnection(host, port, timeout=PULL_SECONDS)
+        try:
+            headers = {"Authorization": f"Bearer {hosts.token}", "Content-Type": "application/json"}
+            path = f"/{hosts.name}/{version}/{file}"
+            connection.request("POST", path, json.dumps({"from": source}), headers)
+            answer = connection.getresponse()
+            said = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise StoreError(f"{where}: no copy from {source[0]}:{source[1]}: {error}") from error
+        finally:
+            connection.close()
+        if answer.status != 200:
+            text = said[:500].decode(errors="replace")
+            raise StoreError(f"{where}: no copy from {source[0]}:{source[1]}: {text}")
+
+    if files:
+        with Pool(min(PULLS, len(files))) as pool:
+            list(pool.map(pull, files))

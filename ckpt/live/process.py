@@ -37,9 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import ProtocolError, StoreError, StoreTimeoutError, UnreachableError
 from ckpt.live import runtime
-from ckpt.live.address import NAME
-from ckpt.live.control import ControlServer
-from ckpt.live.datagrams import close_all, receive_message, send_message
+from ckpt.live.control import ControlServer, close_all, receive_message, send_message
 from ckpt.live.host import Host
 from ckpt.live.http_server import EVERY_ADDRESS, HttpServer, listen, most_connections
 from ckpt.live.protocol import (
@@ -70,6 +68,7 @@ from ckpt.live.protocol import (
 )
 from ckpt.live.server import LiveApp
 from ckpt.live.table import Table
+from ckpt.stores.addresses import NAME
 from sharding.errors import ArgumentError, CkptError
 
 if TYPE_CHECKING:

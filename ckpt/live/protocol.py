@@ -27,7 +27,7 @@ from ckpt.errors import (
     StoreTimeoutError,
     VersionGoneError,
 )
-from ckpt.live.address import FILE, MOST_VERSION, NAME
+from ckpt.stores.addresses import FILE, MOST_VERSION, NAME
 from formats.errors import FormatError
 from formats.strict_json import decode_object
 from sharding.errors import CkptError

@@ -22,19 +22,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ckpt.arguments import Uncopied
-from ckpt.background.arena import Arena
-from ckpt.background.save import SaveHandle, begin
-from ckpt.background.staging import COPIED
-from ckpt.background.writers import Workplace, new_arena
 from ckpt.errors import ClosedError
-from ckpt.garbage import collected_later
-from ckpt.in_flight import Lane, told_by_this_call
-from ckpt.live.address import MOST_VERSION, NAME
-from ckpt.live.hosts import Dropped, Hosts, Listening, dropped, reclaimed, serve
+from ckpt.live.hosts import Dropped, Hosts, Listening, copied_from, dropped, reclaimed, serve
 from ckpt.live.protocol import LEASE_SECONDS, FileAt, Segment
-from ckpt.live.replicas import copied_from
 from ckpt.live.sealing import SealJob, in_memory, seal_job_message
-from ckpt.save_protocol import (
+from ckpt.opening.in_flight import Lane, told_by_this_call
+from ckpt.plan.reuse import collected_later
+from ckpt.saving.agreement import (
     SaveAttempt,
     SaveOptions,
     agreed_attempt,
@@ -42,7 +36,12 @@ from ckpt.save_protocol import (
     packed,
     unpacked,
 )
-from ckpt.saving import check_free
+from ckpt.saving.arena import Arena
+from ckpt.saving.background import SaveHandle, begin
+from ckpt.saving.save import check_free
+from ckpt.saving.staging import COPIED
+from ckpt.saving.writers import Workplace, new_arena
+from ckpt.stores.addresses import MOST_VERSION, NAME
 from formats.native.manifest import MANIFEST, dump
 from formats.native.shard import ShardSummary
 from sharding.agreement.channel import TIMEOUT_SECONDS

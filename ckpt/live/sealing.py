@@ -7,19 +7,19 @@ bytes that `formats.native.shard_writer.write_shard` would write. This module im
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import xxhash
 
-from ckpt.background.arena import HEAD_BYTES
 from ckpt.live.process import HostServer
 from ckpt.live.protocol import Segment
 from ckpt.plan.save_plan import SavePlan, WriteItem
-from ckpt.shared_memory import new_memory
-from ckpt.transfer.write_job import STEP_BYTES, plan_json, read_plan
+from ckpt.saving.arena import HEAD_BYTES
+from ckpt.stores.shared_memory import new_memory
+from ckpt.transfer.write_job import STEP_BYTES, call_message, plan_json, read_plan
 from formats.native.shard import ShardSummary, chunk_bytes_of
 from formats.native.shard_writer import raw_header, records_of
 
@@ -71,22 +71,17 @@ class SealJob:
 def seal_job_message(job: SealJob) -> bytes:
     """Returns a job as bytes for the writer process; the arena's descriptor follows them."""
     fields = {**asdict(replace(job, plan=SavePlan(()))), "plan": plan_json(job.plan)}
-    return json.dumps({"seal": fields}, separators=(",", ":")).encode()
-
-
-def read_seal_job(message: bytes) -> SealJob:
-    """Returns the job in the bytes of `seal_job_message`."""
-    fields = json.loads(message)["seal"]
-    return SealJob(**{**fields, "plan": read_plan(fields["plan"])})
+    return call_message(f"{__name__}:seal", fields)
 
 
 def seal(
-    job: SealJob, data: memoryview, arena: int, advance: Callable[[int], None]
+    fields: Mapping[str, Any], data: memoryview, arena: int, advance: Callable[[int], None]
 ) -> ShardSummary:
-    """Seals a staged part, and gives it to the server of this host.
+    """Seals the staged part of a `SealJob`, and gives it to the server of this host.
 
     `arena` is the descriptor of the memory of `data`. Raises UnreachableError without a server.
     """
+    job = SealJob(**{**fields, "plan": read_plan(fields["plan"])})
     made = sealed(job.plan.items, data, advance)
     frame = in_memory(made.header + made.table)
     try:

@@ -31,7 +31,6 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import quote, quote_from_bytes, unquote_to_bytes
 
-from ckpt.live.address import authority
 from ckpt.live.http_server import (
     EVERY_ADDRESS,
     HttpAnswer,
@@ -45,6 +44,7 @@ from ckpt.live.http_server import (
     most_connections,
 )
 from ckpt.live.protocol import RefusedError, Segment
+from ckpt.stores.addresses import authority
 from sharding.errors import ArgumentError
 
 

@@ -16,8 +16,7 @@ from __future__ import annotations
 import math
 from time import monotonic
 
-from ckpt.live.address import FILE, NAME, version_of
-from ckpt.live.host import Host
+from ckpt.live.host import COPY, Host, pull
 from ckpt.live.http_server import (
     HttpAnswer,
     HttpConnection,
@@ -34,7 +33,7 @@ from ckpt.live.protocol import (
     object_of,
     version_or_newest,
 )
-from ckpt.live.pull import COPY, pull
+from ckpt.stores.addresses import FILE, NAME, version_of
 
 LEASE_HEADER = "ckpt-lease"
 

@@ -36,7 +36,7 @@ from ckpt.mapping.model_files import (
 from ckpt.mapping.rules import Rule, TensorMapping, read_mapping_file
 from ckpt.mapping.structure import names_of
 from ckpt.match.selection import Selection, map_selected, selected
-from ckpt.sources import Source
+from ckpt.opening.sources import Source
 from ckpt.state.saved import Missing, Saved, holds_tensor, nodes_in
 from formats.catalog import Catalog, Key, TensorRef, Tree, join
 from formats.errors import UnsupportedError

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Literal
 from warnings import warn
 
 from ckpt.arguments import CastingRule, Uncopied
-from ckpt.background.staging import COPIED, When
 from ckpt.errors import (
     ArgumentError,
     CkptError,
@@ -31,9 +30,9 @@ from ckpt.errors import (
     SaveFailedWarning,
     StoreError,
 )
-from ckpt.fallback import load_or_older
-from ckpt.load_agreement import LoadOptions
-from ckpt.loading import Patterns, load_once, load_options
+from ckpt.loading.agreement import LoadOptions
+from ckpt.loading.fallback import load_or_older
+from ckpt.loading.load import Patterns, load_once, load_options
 from ckpt.mapping.changes import MappingName
 from ckpt.run.exchange import RunRanks
 from ckpt.run.failures import Failures, OnFailure
@@ -51,7 +50,8 @@ from ckpt.run.memory_tier import Memory, MemoryTier
 from ckpt.run.retention import Keep, best_first
 from ckpt.run.saves import LastGiven, PreemptionSignals, RunSaves, SaveArguments, checked_metadata
 from ckpt.run.schedule import Schedule, next_exchange
-from ckpt.save_protocol import StoredDtypes
+from ckpt.saving.agreement import StoredDtypes
+from ckpt.saving.staging import COPIED, When
 from ckpt.state.patterns import Rename
 from ckpt.stores.store import Options, absolute
 from ckpt.transfer.replica_hashes import Replicas

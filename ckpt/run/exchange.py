@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckpt.deleting import delete_step
 from ckpt.errors import CkptError, NotACheckpointError
-from ckpt.newest import newest_first, order_of, seconds_of
+from ckpt.loading.newest import newest_first, order_of, seconds_of
+from ckpt.removing.delete import delete_step
 from ckpt.run.failures import Failures
 from ckpt.run.history import check_no_foreign_steps, run_steps
 from ckpt.run.local_tier import LocalOptions, LocalTier

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from warnings import warn
 
 from ckpt.errors import ExistsError, UnreadableWarning
-from ckpt.newest import BEGAN, ORDER, Committed, looked_into
+from ckpt.loading.newest import BEGAN, ORDER, Committed, looked_into
 from ckpt.run.retention import RunStep, newest_steps
 from ckpt.step_names import pins_in, step_of
 from ckpt.stores.store import Options, open_store

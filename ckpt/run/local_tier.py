@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ckpt.collecting import remove_marked
 from ckpt.errors import CkptError
-from ckpt.newest import BEGAN, ORDER, committed
+from ckpt.loading.newest import BEGAN, ORDER, committed
+from ckpt.removing.gc import remove_marked
 from ckpt.run.retention import Keep
 from ckpt.step_names import folder_name, step_of
 from ckpt.stores.store import join_url, local_path, one_spelling

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt.errors import CkptError, NotACheckpointError, UnreachableError
-from ckpt.live.address import LiveUrl
 from ckpt.live.hosts import (
     Hosts,
     Listening,
@@ -44,16 +43,17 @@ from ckpt.live.protocol import (
     versions_of,
 )
 from ckpt.live.publish import LiveState
-from ckpt.newest import BEGAN, ORDER, order_of, seconds_of
+from ckpt.loading.newest import BEGAN, ORDER, order_of, seconds_of
 from ckpt.run.failures import Failures
 from ckpt.run.history import STEP
 from ckpt.run.retention import RunStep
 from ckpt.step_names import folder_name
+from ckpt.stores.addresses import LiveUrl
 from sharding.agreement.ranks import Ranks
 from sharding.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from ckpt.background.save import SaveHandle
+    from ckpt.saving.background import SaveHandle
     from sharding.agreement.ranks import Group
 
 __all__ = ["Memory"]

@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 from ckpt.errors import CkptError, ExistsError, NotOwnerError
-from ckpt.newest import seconds_of
+from ckpt.loading.newest import seconds_of
 from ckpt.run.provenance import COMMAND_CHARS, host_name
 from ckpt.stores.store import Options, Store, open_store
 from formats.errors import FormatError

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from warnings import warn
 
-from ckpt.deleting import delete_step
 from ckpt.errors import CkptError, InUseError, NotOwnerError, SaveFailedWarning
+from ckpt.removing.delete import delete_step
 from ckpt.run.history import listed_steps
 from ckpt.run.retention import Keep, RunStep, removable
 from ckpt.stores.store import Options, Store, join_url, local_path, open_store

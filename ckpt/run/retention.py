@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ckpt.newest import Age, newest_first
+from ckpt.loading.newest import Age, newest_first
 from ckpt.run.schedule import check_seconds, seconds_in
 from sharding.errors import ArgumentError
 

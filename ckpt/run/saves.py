@@ -39,10 +39,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckpt.background.save import SaveHandle
-from ckpt.background.staging import When, optimizers, runs_hooks
 from ckpt.errors import NotOwnerError
-from ckpt.newest import BEGAN, ORDER
+from ckpt.loading.newest import BEGAN, ORDER
 from ckpt.run.exchange import RunRanks
 from ckpt.run.failures import Failures
 from ckpt.run.history import METRICS, PROVENANCE, STEP, RunCounter
@@ -51,8 +49,10 @@ from ckpt.run.owner import Ownership
 from ckpt.run.removal import Tidying
 from ckpt.run.retention import Keep
 from ckpt.run.schedule import check_seconds
-from ckpt.save_protocol import SaveOptions, StoredDtypes
-from ckpt.saving import save_with
+from ckpt.saving.agreement import SaveOptions, StoredDtypes
+from ckpt.saving.background import SaveHandle
+from ckpt.saving.save import save_with
+from ckpt.saving.staging import When, optimizers, runs_hooks
 from ckpt.step_names import folder_name
 from ckpt.stores.store import Options, local_path
 from ckpt.transfer.replica_hashes import Replicas

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import xxhash
 
 from ckpt.errors import StateError, ValuesWarning
-from ckpt.last_call import keeps_last
+from ckpt.plan.reuse import keeps_last
 from ckpt.state.flatten import FlatState
 from ckpt.state.saved import leaves
 from ckpt.state.state_spec import (

@@ -28,7 +28,7 @@ from typing import Any
 from urllib.parse import quote
 
 from ckpt.errors import AccessDeniedError, ProtocolError, StoreTimeoutError, UnreachableError
-from ckpt.live.address import authority
+from ckpt.stores.addresses import authority
 from formats.errors import FormatError
 from formats.strict_json import decode_object
 from sharding.errors import ArgumentError

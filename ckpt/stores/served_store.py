@@ -25,7 +25,7 @@ from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from ckpt.errors import StoreError
-from ckpt.live.address import TOKEN
+from ckpt.stores.addresses import TOKEN
 from ckpt.stores.driver import Start, StoreCapabilities, Unfinished
 from ckpt.stores.http_client import (
     Answer,

@@ -1,7 +1,7 @@
 """Opens stores by path or URL. The only file that imports fsspec.
 
 `open_store(url)` returns a folder from which ranges are read and into which files are streamed. A
-path or a `file://` URL is a `ckpt.stores.local_store`, `live://` a `ckpt.stores.live_store`, and
+path or a `file://` URL is a `ckpt.stores.local_store`, `live://` a `ckpt.live.store`, and
 `http://` of `ckpt serve` a `ckpt.stores.served_store`. Any other URL is a
 `ckpt.stores.object_store` on the fsspec file system of its protocol.
 
@@ -18,12 +18,13 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote
 
 from ckpt.errors import StoreError
-from ckpt.live.address import TOKEN, is_live
+from ckpt.stores.addresses import TOKEN, is_live
 from ckpt.stores.driver import Start, StoreCapabilities, Unfinished
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.request_errors import explained_on_disk
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 Options = Mapping[str, Any] | None
 """Options of a driver: addresses, credentials. Never show or log them."""
 WEB = ("http://", "https://")
+LIVE_STORE = "ckpt.live.store:LiveStore"
+"""The store of `live://` URLs: servers lie above the stores, so only their name is here."""
 ROOTED = ("http", "https", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 """The protocols of URLs that begin with a host or a bucket, which is never a file."""
 _LOST_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
@@ -257,9 +260,9 @@ def _is_protocol(word: str) -> bool:
 def _server(url: str, options: Mapping[str, Any]) -> Store | None:
     """Returns the store of a URL whose server is one of ours."""
     if is_live(url):
-        from ckpt.stores.live_store import LiveStore  # as below
-
-        return LiveStore(url, options)
+        module, name = LIVE_STORE.split(":")
+        live: Store = getattr(import_module(module), name)(url, options)
+        return live
     if url.startswith(WEB):
         from ckpt.stores.served_store import ServedStore, is_served  # as below
 

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import xxhash
 
-from ckpt.last_call import keeps_last
+from ckpt.plan.reuse import keeps_last
 from ckpt.state.flatten import FlatState, Leaf
 from ckpt.state.memory import Bytes, sampled
 from ckpt.transfer.write import blocks

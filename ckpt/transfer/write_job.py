@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from dataclasses import fields as dataclass_fields
+from importlib import import_module
 from typing import Any, Literal
 
 from ckpt.errors import StoreError
@@ -27,8 +28,8 @@ from formats.outgoing import OutgoingTensor
 
 STEP_BYTES = 8 << 20
 """Bytes between two calls of `advance`: a whole number of chunks."""
-SEAL = b'{"seal":'
-"""The start of the messages with jobs of `ckpt.live.sealing`."""
+CALL = b'{"function":'
+"""The start of the messages with jobs of other rooms, which name their function."""
 
 Compress = bool | Literal["delta"]
 """Whether chunks are compressed; "delta" also stores differences from a base's chunks."""
@@ -121,9 +122,26 @@ def _stream(
     return blocks
 
 
-def is_seal_job(message: bytes) -> bool:
-    """Whether a message to the writer process is a job of `ckpt.live.sealing`."""
-    return message.startswith(SEAL)
+def call_message(function: str, fields: Mapping[str, Any]) -> bytes:
+    """Returns a job for a function of another room as bytes; an arena's descriptor follows them.
+
+    `function` is "module:function". The writer process calls it with the fields, the staged memory,
+    the arena's descriptor and `advance`; it returns a `ShardSummary`.
+    """
+    return json.dumps({"function": function, "fields": fields}, separators=(",", ":")).encode()
+
+
+def is_call(message: bytes) -> bool:
+    """Whether a message to the writer process is one of `call_message`."""
+    return message.startswith(CALL)
+
+
+def read_call(message: bytes) -> tuple[Callable[..., ShardSummary], Mapping[str, Any]]:
+    """Returns the function and the fields in the bytes of `call_message`."""
+    job = json.loads(message)
+    module, name = job["function"].split(":")
+    function: Callable[..., ShardSummary] = getattr(import_module(module), name)
+    return function, job["fields"]
 
 
 def plan_json(plan: SavePlan) -> list[WriteItem]:

@@ -1,4 +1,9 @@
-"""The flat parameters of this package's own runtime, as members with layouts."""
+"""The flat parameters of this package's own runtime, as members with layouts.
+
+The mesh of a layout has up to three kinds of axes, in this order, each only if it has more than one
+rank: the ranks that replicate the shards, the ranks that share them, and the axes of tensor
+parallelism, which has divided the parameters before.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from sharding.describe.flat_layouts import slices_of
+from sharding.describe.dtensor import Grids, check_divides_evenly, describe
 from sharding.describe.members import FlatMember, FlatSlice, LocalPart, check_numel, names_in
 from sharding.discovery import entry_of
 from sharding.engine.flat_param_group import (
@@ -16,8 +21,10 @@ from sharding.engine.flat_param_group import (
     FlatParamGroup,
     flat_param_groups,
 )
+from sharding.engine.parameter import as_dtensor
 from sharding.engine.unit import units_of
 from sharding.errors import ShardingError
+from sharding.layout import FlatShard, Layout, Mesh
 
 
 def flat_members(module: nn.Module) -> Iterator[FlatMember]:
@@ -96,3 +103,38 @@ def _is_as_it_was(param_group: FlatParamGroup) -> bool:
         p.distributed is not None for p in param_group.parameters
     )
     return param_group.form.use_orig_params and not divided
+
+
+NOWHERE = Mesh.grid((), ())
+
+
+def slices_of(param_group: FlatParamGroup) -> list[FlatSlice]:
+    """Returns, by parameter, its slice of this rank's shard, with its layout."""
+    found = []
+    groups = param_group.groups
+    axes = {"replicate": groups.replicate.ranks, "shard": groups.shard.ranks}
+    grids = Grids(axes["shard"][groups.shard.rank], axes, groups.grid)
+    for index, before in enumerate(_divided_before(param_group)):
+        begin, lo, hi = param_group.piece(index)
+        slot = param_group.packing.slots[index]
+        divided = param_group.is_divided and slot.numel
+        cut = FlatShard(slot.at, param_group.packing.shard_numel) if divided else None
+        layout = grids.layout(slot.shape, before, cut)
+        found.append(FlatSlice(begin, begin + hi - lo, layout, (id(param_group), index)))
+    return found
+
+
+def _divided_before(param_group: FlatParamGroup) -> Iterator[Layout | None]:
+    """Yields, by parameter, its layout under tensor parallelism; None without tensor parallelism.
+
+    Raises UnknownPlacementError if it divides a parameter unevenly: the flat parameters of its
+    ranks are then cut at different places, which no single layout describes.
+    """
+    for entry in param_group.parameters:
+        if entry.distributed is None:
+            yield None
+            continue
+        like = as_dtensor(torch.empty(entry.shape, device="meta"), entry.distributed)
+        _, layout = describe(like, entry.name, NOWHERE)
+        check_divides_evenly(layout, entry.name)
+        yield layout

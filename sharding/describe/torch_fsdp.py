@@ -20,7 +20,7 @@ it, no module can have it.
 
 The layouts of the parameters in a flat parameter of torch's FSDP1, each over its ranks.
 
-The axes of the mesh are those of `sharding.describe.flat_layouts`.
+The axes of the mesh are those of `sharding.describe.own_members`.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ def late_copies(main: BaseException | None = None) -> Iterator[threading.Event]:
     With staging="overlapped" that is all copies that can be put off. What the main thread then
     copies, to help, raises `main`.
     """
-    staging: Any = import_module("ckpt.background.staging")
+    staging: Any = import_module("ckpt.saving.staging")
     wait = staging.Staging.wait
-    copies: Any = import_module("ckpt.background.staging").Copies
-    save: Any = import_module("ckpt.background.save")._Save
+    copies: Any = import_module("ckpt.saving.staging").Copies
+    save: Any = import_module("ckpt.saving.background")._Save
     go, write, copy, small = threading.Event(), save._write, copies._copy, staging.SMALL_BYTES
 
     def late(*arguments: Any) -> Any:

@@ -11,17 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.background import arena as arena_module
-from ckpt.background.arena import (
-    HEAD_BYTES,
-    REMEMBERED,
-    TOUCH_BYTES,
-    Arena,
-    get_progress,
-    mapped,
-    set_progress,
-)
-from ckpt.shared_memory import GENERATION, NO_DATA
+from ckpt.saving import arena as arena_module
+from ckpt.saving.arena import HEAD_BYTES, REMEMBERED, TOUCH_BYTES, Arena, get_progress, set_progress
+from ckpt.stores.shared_memory import GENERATION, NO_DATA, mapped
 
 PAGE, HUGE = 4096, 2 << 20
 

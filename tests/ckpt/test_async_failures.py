@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import nn
 
 import ckpt
-from ckpt import in_flight
-from ckpt.background.arena import Arena
-from ckpt.background.writers import WriterProcess, workplace
 from ckpt.errors import StoreError
-from ckpt.garbage import collected_later
+from ckpt.opening import in_flight
+from ckpt.plan.reuse import collected_later
+from ckpt.saving.arena import Arena
+from ckpt.saving.writers import WriterProcess, workplace
 from ckpt.transfer.write_job import error_message, read_answer
 from tests.ckpt.late_copies import SECONDS, late_copies
 from tests.conftest import Program
@@ -40,7 +40,7 @@ def state(numel: int = 500_000) -> dict[str, Any]:
 
 def writer() -> int:
     """The writer's process id; it is started if it has not been."""
-    return int(import_module("ckpt.background.writers").workplace().writer().process.pid)
+    return int(import_module("ckpt.saving.writers").workplace().writer().process.pid)
 
 
 def limit_writer(nbytes: int) -> None:
@@ -401,7 +401,7 @@ def test_a_killed_trainer_loses_only_the_checkpoint_in_flight(
     trainer: Callable[..., Program], tmp_path: Path
 ) -> None:
     body = """
-from ckpt.background.writers import workplace
+from ckpt.saving.writers import workplace
 ckpt.save(folder + "/1", {"w": weights[:10]}, blocking=False).wait(60)
 print(workplace().writer().process.pid, flush=True)
 input()

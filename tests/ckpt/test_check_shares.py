@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckpt.opening.sources import Source, open_source
 from ckpt.plan.check_shares import NOTHING_SHARED, CheckShare, check_share
 from ckpt.plan.load_plan import LoadItem
 from ckpt.plan.read_plan import requests_for
-from ckpt.sources import Source, open_source
 from ckpt.transfer.read import ReadPolicy, bytes_of, read_requests
 from formats.errors import CorruptError
 from sharding.layout import Layout, Mesh, Placement, Replicate, Shard, StridedShard

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import ckpt
-from ckpt import collecting
-from ckpt import save_protocol as save_steps
-from ckpt.collecting import FOLDER, PART, SHARD, UPLOAD
+from ckpt.removing import gc as collecting
+from ckpt.removing.gc import FOLDER, PART, SHARD, UPLOAD
+from ckpt.saving import agreement as save_steps
 from ckpt.stores.store import open_store
 from ckpt.transfer import commit
 from tests.stores.fault_proxy import FaultProxy

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.sources import open_source
+from ckpt.opening.sources import open_source
 from ckpt.stores.store import open_store
 from ckpt.transfer.copy_shares import share_of
 from formats.outgoing import FilePlan

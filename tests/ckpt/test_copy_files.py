@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckpt
+from ckpt.opening.sources import Source, open_source
 from ckpt.plan.copy_plan import CopySource, units_of
 from ckpt.plan.read_plan import Limits
-from ckpt.sources import Source, open_source
 from ckpt.stores.local_store import LocalStore
 from ckpt.transfer.copy_files import CopySizes, FileCopier
 from ckpt.transfer.read import ReadPolicy

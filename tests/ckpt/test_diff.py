@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from ckpt.checking.diff import diff
 from ckpt.converting.convert import convert
 from ckpt.errors import NotACheckpointError, StateError
-from ckpt.saving import save
+from ckpt.saving.save import save
 from formats.errors import CorruptError
 
 FLOATS = (

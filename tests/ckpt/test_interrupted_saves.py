@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt import in_flight
-from ckpt.background.arena import Arena
+from ckpt.opening import in_flight
+from ckpt.saving.arena import Arena
 from tests.interrupts import Interrupt
 
 SECONDS = 60

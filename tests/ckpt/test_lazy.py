@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 import ckpt
 from ckpt.converting.convert import convert
 from ckpt.errors import CkptError, NotACheckpointError
-from ckpt.lazy import Checkpoint
+from ckpt.loading.lazy import Checkpoint
 from formats.catalog import TensorRef
 from formats.errors import CorruptError, UnsupportedError
 from formats.native.shard import CHUNK_BYTES

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckpt
-from ckpt.nearby import COMPARED, DEEPER_LOOKS, LOOKS, checkpoints_below, similar_path
+from ckpt.opening.sources import COMPARED, DEEPER_LOOKS, LOOKS, checkpoints_below, similar_path
 from ckpt.stores.store import open_store
 
 

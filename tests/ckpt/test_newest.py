@@ -15,7 +15,7 @@ import xxhash
 from fsspec.implementations.memory import MemoryFileSystem
 
 import ckpt
-from ckpt.newest import committed
+from ckpt.loading.newest import committed
 from ckpt.transfer.facts import HEAD_BYTES
 
 

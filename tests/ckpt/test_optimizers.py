@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 import ckpt
 from ckpt.errors import MismatchError, StateError
-from ckpt.sources import open_source
+from ckpt.opening.sources import open_source
 from formats.native.manifest import MANIFEST, dump, read_manifest
 from formats.native.manifest import load as load_manifest
 from tests.old_torch import TORCH_TRAINS_ON_CPU

@@ -18,7 +18,7 @@ from tests.ckpt.late_copies import SECONDS, late_copies
 def prepare_and_save(folder: str) -> tuple[int, int]:
     """Bytes this rank writes, of a state of which both hold a part; all else is checked here."""
     rank = dist.get_rank()
-    place = import_module("ckpt.background.writers").workplace()
+    place = import_module("ckpt.saving.writers").workplace()
     state = {"both": torch.arange(300_000.0), f"own{rank}": torch.full((1000 + rank,), 2.0)}
     ckpt.prepare(state)
     place.wait_prepared()

@@ -13,7 +13,7 @@ import ckpt
 from ckpt.converting.native_target import outgoing
 from ckpt.converting.read_back import check_written
 from ckpt.mapping.casts import NO_CASTS
-from ckpt.sources import open_source
+from ckpt.opening.sources import open_source
 from formats.errors import CorruptError
 
 ONES = torch.ones(2, 3)

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckpt.opening.sources import open_source
 from ckpt.plan.read_plan import ReadRequest, requests_for
 from ckpt.plan.save_plan import stored_layouts
-from ckpt.sources import open_source
 from ckpt.stores.store import open_store
 from ckpt.transfer.read import Array, bytes_of, read_requests
 from formats.catalog import TensorRef

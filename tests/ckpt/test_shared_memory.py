@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckpt import shared_memory
-from ckpt.shared_memory import (
+from ckpt.stores import shared_memory
+from ckpt.stores.shared_memory import (
     address_of,
     is_sealed,
     mapped,

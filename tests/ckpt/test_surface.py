@@ -18,9 +18,9 @@ import torch
 
 import ckpt
 from ckpt import arguments
-from ckpt.background.save import SaveHandle
 from ckpt.converting.target_formats import Format
 from ckpt.match.match_builder import Casting
+from ckpt.saving.background import SaveHandle
 from sharding.kind import Kind
 
 ROOT = Path(ckpt.__file__).parent.parent

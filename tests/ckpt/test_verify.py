@@ -12,7 +12,7 @@ from ckpt.checking import verify_native
 from ckpt.checking.verify import library_difference, verify
 from ckpt.converting.convert import convert
 from ckpt.errors import NotACheckpointError
-from ckpt.saving import save
+from ckpt.saving.save import save
 from ckpt.stores.local_store import LocalStore
 from formats.catalog import TensorRef
 from formats.dtypes import BY_NAME

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt import in_flight
+from ckpt.opening import in_flight
 from tests.interrupts import Interrupt
 from tests.selection import examples
 

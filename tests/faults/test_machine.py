@@ -206,7 +206,7 @@ def _allowed(fault: Fault | None, can_crash: bool) -> Fault | None:
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commit, "SEEN_PAUSES_SECONDS", (0.0, 0.0))
     # By a thread of this process, whose stores fail.
-    monkeypatch.setattr("ckpt.background.save.place_elsewhere", lambda *_: None)
+    monkeypatch.setattr("ckpt.saving.background.place_elsewhere", lambda *_: None)
 
 
 def play(examples: int, steps: int) -> None:

@@ -22,8 +22,12 @@ import ckpt
 
 SHORT_SECONDS, LONG_SECONDS = 2.0, 100.0
 """The time-out where a rank hangs, and where nobody should wait for one to pass."""
-SAVING = ("ckpt.save_protocol:flatten", "ckpt.saving:_write", "ckpt.save_protocol:packed")
-COMMIT = "ckpt.save_protocol:write_manifest"
+SAVING = (
+    "ckpt.saving.agreement:flatten",
+    "ckpt.saving.save:_write",
+    "ckpt.saving.agreement:packed",
+)
+COMMIT = "ckpt.saving.agreement:write_manifest"
 """Of rank 0 alone."""
 LATE = "is interrupted when the others go on"
 """They have the answer that this rank has not looked at."""
@@ -34,19 +38,19 @@ INSTALL = "installing the loaded state"
 STEPS = {
     "save": (*SAVING, COMMIT),
     "save later": (
-        "ckpt.save_protocol:flatten",
-        "ckpt.background.save:_stage",
-        "ckpt.background.save:_Save._write",
-        "ckpt.save_protocol:packed",
+        "ckpt.saving.agreement:flatten",
+        "ckpt.saving.background:_stage",
+        "ckpt.saving.background:_Save._write",
+        "ckpt.saving.agreement:packed",
         COMMIT,
     ),
     "load": (
-        "ckpt.load_agreement:match",
-        "ckpt.load_agreement:plan_load",
-        "ckpt.loading:LoadRun.read",
+        "ckpt.loading.agreement:match",
+        "ckpt.loading.agreement:plan_load",
+        "ckpt.loading.load:LoadRun.read",
         INSTALL,
     ),
-    "load, exchanging": ("ckpt.load_agreement:plan_load", "ckpt.loading:LoadRun.read"),
+    "load, exchanging": ("ckpt.loading.agreement:plan_load", "ckpt.loading.load:LoadRun.read"),
     "convert": ("ckpt.state_dict:flatten", "sharding.reshard.kinds:_mark"),
     "load a state dict": (
         "ckpt.state_dict:flatten",
@@ -245,17 +249,17 @@ def rows() -> Iterator[tuple[str, str, str, int]]:
 SAMPLE = [
     ("save", WAIT, "is interrupted", 1),
     ("save later", WAIT, LATE, 1),
-    ("save", "ckpt.save_protocol:flatten", "is interrupted", 1),
-    ("save", "ckpt.saving:_write", "hangs", 1),
+    ("save", "ckpt.saving.agreement:flatten", "is interrupted", 1),
+    ("save", "ckpt.saving.save:_write", "hangs", 1),
     ("save", COMMIT, "raises", 0),
-    ("save later", "ckpt.background.save:_Save._write", "leaves", 1),
-    ("load", "ckpt.loading:LoadRun.read", "hangs", 0),
+    ("save later", "ckpt.saving.background:_Save._write", "leaves", 1),
+    ("load", "ckpt.loading.load:LoadRun.read", "hangs", 0),
     ("convert", "ckpt.state_dict:flatten", "raises", 0),
     ("load a state dict", INSTALL, "is interrupted", 0),
 ]
 DEATHS = [
-    ("save", "ckpt.saving:_write", "ends", 0),
-    ("load", "ckpt.load_agreement:match", "ends", 1),
+    ("save", "ckpt.saving.save:_write", "ends", 0),
+    ("load", "ckpt.loading.agreement:match", "ends", 1),
 ]
 
 

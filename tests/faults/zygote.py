@@ -132,7 +132,7 @@ def _ended(outcome: str, status: int) -> Ended:
 def _be_rank(job: Job, rank: int, commands: Any, steps: Any) -> None:
     import torch.distributed as dist
 
-    from ckpt.background import writers
+    from ckpt.saving import writers
     from tests.faults.faulty_store import HONEST, Fault, Faults, failing, seeded
 
     try:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.utils._pytree import tree_leaves
 
-from ckpt.sources import open_source
+from ckpt.opening.sources import open_source
 from ckpt.stores.store import open_store
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dcp import plans, read

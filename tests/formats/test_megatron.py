@@ -11,7 +11,7 @@ import torch
 
 import ckpt
 from ckpt.errors import FormatError, UnsupportedError
-from ckpt.sources import open_source
+from ckpt.opening.sources import open_source
 from tests.data.megatron.make import FOLDER, SHAPES, STATES, value
 
 DATA = Path(__file__).parent.parent / "data" / "megatron"

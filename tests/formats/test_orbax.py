@@ -11,7 +11,7 @@ import torch
 
 import ckpt
 from ckpt.errors import CorruptError, HostileError
-from ckpt.sources import open_source
+from ckpt.opening.sources import open_source
 from formats.errors import UnsupportedError
 
 DATA = Path(__file__).parent.parent / "data" / "orbax"

@@ -6,11 +6,11 @@ from typing import cast
 
 import numpy as np
 
-from ckpt import sources
 from ckpt.checking import verify as verifying
 from ckpt.errors import NotACheckpointError
+from ckpt.opening import sources
+from ckpt.opening.sources import Source
 from ckpt.plan.read_plan import requests_for
-from ckpt.sources import Source
 from ckpt.stores.store import Store
 from ckpt.transfer.read import read_requests
 from formats.catalog import Catalog, plain_values

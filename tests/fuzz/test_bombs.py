@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import ckpt
-from ckpt import sources
+from ckpt.opening import sources
 from formats.errors import FormatError, HostileError
 from formats.limits import ALIKE_KEYS, Limits, limits
 from formats.native.manifest import MANIFEST

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import ckpt
-from ckpt.background import device_copies
+from ckpt.saving import staging as device_copies
 from tests.gpu.states import Leaves, copies, differing, leaves, like, parts, train, trained
 
 SECONDS = 60

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import ckpt
-from ckpt.newest import ORDER, order_of
+from ckpt.loading.newest import ORDER, order_of
 from formats.native.manifest import MANIFEST, Manifest, load
 from tests.interleavings.simulation import CLOCK_SECONDS, Store, World, here
 

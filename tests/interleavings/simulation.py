@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import ckpt.background.save
-import ckpt.run.provenance
+import ckpt.run.exchange
+import ckpt.saving.background
 import ckpt.stores.store
-from ckpt import in_flight
-from ckpt.background.writers import Workplace
+from ckpt.opening import in_flight
 from ckpt.run.owner import Ownership
+from ckpt.saving.writers import Workplace
 from ckpt.stores.object_store import ObjectStore
 from ckpt.stores.retries import RetryPolicy
 from ckpt.transfer import facts
@@ -268,9 +268,9 @@ def simulation() -> Iterator[Threads]:
     put(threading.Thread, "join", join)
     put(ThreadPoolExecutor, "submit", submit)
     put(ckpt.stores.store, "_bucket", bucket)
-    put(ckpt.background.save, "workplace", _workplace)
-    put(ckpt.background.save, "place_elsewhere", lambda *_: None)
-    put(ckpt.background.save.Folder.__init__, "__defaults__", (lane,))
+    put(ckpt.saving.background, "workplace", _workplace)
+    put(ckpt.saving.background, "place_elsewhere", lambda *_: None)
+    put(ckpt.saving.background.Folder.__init__, "__defaults__", (lane,))
     put(in_flight, "saves", lane)
     put(Ownership, "look", look)
     put(ckpt.run.provenance, "git_revision", lambda *_: "")

@@ -16,7 +16,7 @@ from threading import Thread
 from typing import Any
 
 from ckpt.live import runtime
-from ckpt.live.datagrams import close_all, receive_message, send_message
+from ckpt.live.control import close_all, receive_message, send_message
 from ckpt.live.process import HostServer
 from ckpt.live.protocol import FileAt, Segment
 from tests.garbage import collect_garbage

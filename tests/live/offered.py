@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckpt.errors import UnreachableError
-from ckpt.live.address import LiveUrl
 from ckpt.live.process import HostServer
 from ckpt.live.protocol import FileAt, Segment
+from ckpt.stores.addresses import LiveUrl
 
 RUNTIME = "CKPT_RUNTIME_DIR"
 """The variable with the folder of the servers' sockets: another folder is another host."""

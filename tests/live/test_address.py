@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import ArgumentError
-from ckpt.live.address import MOST_VERSION, NAME, LiveUrl, is_live, parse, version_of
+from ckpt.stores.addresses import MOST_VERSION, NAME, LiveUrl, is_live, parse, version_of
 from sharding.url_secrets import without_secrets
 
 NAMES = st.from_regex(NAME, fullmatch=True)

@@ -27,10 +27,10 @@ from ckpt.errors import (
     VersionGoneError,
 )
 from ckpt.live import runtime as runtime_module
-from ckpt.live.datagrams import receive_message, send_message
+from ckpt.live.control import receive_message, send_message
 from ckpt.live.process import HostServer
 from ckpt.live.protocol import MESSAGE_BYTES, MOST_DESCRIPTORS, FileAt, Segment
-from ckpt.stores.live_store import LiveStore
+from ckpt.live.store import LiveStore
 from tests.live.hosts import (
     TOKEN,
     Client,

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckpt.live import http_server, runtime
-from ckpt.live.datagrams import receive_message, send_message
+from ckpt.live.control import receive_message, send_message
 from ckpt.live.http_server import HttpServer, listen
 from ckpt.live.process import HostServer
 from ckpt.live.protocol import MESSAGE_BYTES, STATUS, FileAt, Segment

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.stores.live_store import LiveStore
+from ckpt.live.store import LiveStore
 from ckpt.stores.store import join_url, open_store, split_url
 from formats.storage import LOCAL_READ_BYTES, REMOTE_READ_BYTES
 from tests.ckpt.test_reshard import load_every_way, placements

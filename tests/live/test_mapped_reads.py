@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.background.arena import HEAD_BYTES, Arena
+from ckpt.live import shared_files
 from ckpt.live.protocol import Segment
-from ckpt.stores import shared_files
-from ckpt.stores.shared_files import SharedFile
+from ckpt.live.shared_files import SharedFile
+from ckpt.saving.arena import HEAD_BYTES, Arena
 from tests.garbage import collect_garbage
 from tests.live.hosts import descriptors_of, until
 from tests.live.publishers import RUNTIME, SECONDS, wait_until_nothing_is_left

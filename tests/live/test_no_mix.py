@@ -11,11 +11,11 @@ from contextlib import suppress
 
 import pytest
 
-from ckpt.background.arena import HEAD_BYTES, Arena
 from ckpt.errors import CkptError
 from ckpt.live.process import HostServer
 from ckpt.live.protocol import FileAt, Segment
-from ckpt.stores.shared_files import SharedFile
+from ckpt.live.shared_files import SharedFile
+from ckpt.saving.arena import HEAD_BYTES, Arena
 from tests.live.hosts import TOKEN, Client, Hosts
 
 NBYTES = 6 << 20

@@ -19,8 +19,8 @@ from ckpt.errors import (
     VersionGoneError,
 )
 from ckpt.live import protocol
-from ckpt.live.address import FILE, MOST_VERSION, NAME
 from ckpt.live.protocol import STATUS, FileAt, RefusedError, Request, Segment
+from ckpt.stores.addresses import FILE, MOST_VERSION, NAME
 
 NAMES = st.from_regex(NAME, fullmatch=True)
 VERSIONS = st.integers(0, MOST_VERSION)

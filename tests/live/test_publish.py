@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.live.address import parse
 from ckpt.live.hosts import Dropped
 from ckpt.live.process import HostServer
-from ckpt.stores.shared_files import SharedFile
+from ckpt.live.shared_files import SharedFile
+from ckpt.stores.addresses import parse
 from tests.live import publishers
 from tests.live.publishers import RUNTIME, SECONDS, same, wait_until_nothing_is_left, whole_state
 

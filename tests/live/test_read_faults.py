@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.stores.live_store import LiveStore
+from ckpt.live.store import LiveStore
 from ckpt.stores.store import open_store
 from sharding.agreement.ranks import result_or_error
 from tests.live.offered import RUNTIME, Offer, offered

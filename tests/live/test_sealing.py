@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.live.sealing import SealJob, read_seal_job, seal_job_message, sealed
+from ckpt.live.sealing import SealJob, seal, seal_job_message, sealed
 from ckpt.plan.save_plan import SavePlan, WriteItem
 from ckpt.stores.local_store import LocalStore
-from ckpt.transfer.write_job import STEP_BYTES
+from ckpt.transfer.write_job import STEP_BYTES, read_call, read_plan
 from formats.dtypes import dtype_named
 from formats.native.shard import CHUNK_BYTES
 from formats.native.shard_writer import write_shard
@@ -76,4 +76,6 @@ def test_a_part_is_hashed_in_steps_that_end_with_chunks() -> None:
 @given(plan=plans())
 def test_a_job_survives_its_message(plan: SavePlan) -> None:
     job = SealJob("policy", 3, "a.safetensors", plan)
-    assert read_seal_job(seal_job_message(job)) == job
+    function, fields = read_call(seal_job_message(job))
+    assert function is seal
+    assert SealJob(**{**fields, "plan": read_plan(fields["plan"])}) == job

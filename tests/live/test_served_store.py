@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.live.address import authority
 from ckpt.stores import served_store
+from ckpt.stores.addresses import authority
 from ckpt.stores.http_client import HttpClient, HttpOptions, Place
 from ckpt.stores.object_store import ObjectStore
 from ckpt.stores.served_store import ServedStore

@@ -829,7 +829,7 @@ with ckpt.Checkpointer(f"{folder}/first", every_steps=1, keep=ckpt.Keep(last=1),
     run.restore(state)  # imports need descriptors too
     run.save(1, state)
 ckpt.read(f"{folder}/first/step-1")
-from ckpt.background.writers import workplace
+from ckpt.saving.writers import workplace
 workplace().close()
 def limit_files(most):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

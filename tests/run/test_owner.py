@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 import ckpt
+from ckpt.removing.progress_files import Watch
 from ckpt.run.owner import Ownership, epochs
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.store import open_store
-from ckpt.under_way import Watch
 from tests.stores.server import Server
 
 

@@ -26,7 +26,7 @@ def importing(name: str, path: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["ckpt", "ckpt.saving", "sharding", "sharding.wrap", "formats.dcp"]
+    "name", ["ckpt", "ckpt.saving.save", "sharding", "sharding.wrap", "formats.dcp"]
 )
 def test_an_older_torch_is_named_with_the_version_needed(tmp_path: Path, name: str) -> None:
     (tmp_path / "torch").mkdir()

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from ckpt.errors import ExistsError
+from ckpt.removing.progress_files import Watch
 from ckpt.stores.local_writer import IO_VECTORS
 from ckpt.stores.store import Store, is_file, split_url
-from ckpt.under_way import Watch
 from formats.errors import CorruptError, HostileError
 from formats.storage import BESIDE
 from tests.stores.contents import content_of, fail_to_put, put

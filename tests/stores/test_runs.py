@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.newest import newest_sound
+from ckpt.loading.newest import newest_sound
 from ckpt.run.history import listed_steps
 from ckpt.run.removal import removals, remove_together
 from ckpt.stores.store import join_url, open_store

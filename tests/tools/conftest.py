@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt.saving import save
+from ckpt.saving.save import save
 from tools.main import main
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ckpt.saving import save
+from ckpt.saving.save import save
 from tools.exit_codes import ExitCode
 
 

@@ -3,7 +3,7 @@ import shutil
 
 import torch
 
-from ckpt.saving import save
+from ckpt.saving.save import save
 from tools.exit_codes import ExitCode
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import ckpt
-from ckpt import collecting
+from ckpt.removing import gc as collecting
 
 Run = Callable[..., Any]
 SHARD_NAME = "0123456789abcdef-00000.safetensors"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckpt.saving import save
+from ckpt.saving.save import save
 from tools.exit_codes import ExitCode
 from tools.inspect import selects
 

@@ -4,7 +4,7 @@ import shutil
 import torch
 
 import ckpt
-from ckpt.saving import save
+from ckpt.saving.save import save
 from tools.exit_codes import ExitCode
 
 

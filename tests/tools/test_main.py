@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckpt.errors import ExistsError, NotACheckpointError
-from ckpt.saving import save
+from ckpt.saving.save import save
 from ckpt.version import __version__
 from formats.errors import CorruptError, HostileError, UnsupportedError
 from sharding.errors import HoleError

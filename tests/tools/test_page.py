@@ -98,7 +98,7 @@ def test_pieces_of_a_format_without_layouts_are_listed_with_their_bytes(run, tmp
 
 def test_pieces_above_the_limit_are_counted_and_not_listed(tmp_path):
     save_file({"w": torch.arange(4.0), "v": torch.zeros(2)}, tmp_path / "m.safetensors")
-    with ckpt.sources.open_source(tmp_path / "m.safetensors") as source:
+    with ckpt.opening.sources.open_source(tmp_path / "m.safetensors") as source:
         data = described(source.url, source.catalog, [], shown_pieces=1)
     assert [len(row[4]) for row in data["tensors"]] == [1, 0]
     assert data["pieces_left_out"] == 1

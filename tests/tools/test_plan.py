@@ -9,9 +9,9 @@ import ckpt
 from ckpt.budget import memory_budget
 from ckpt.converting.layouts import PlacementRule, TargetLayouts, parsed_mesh
 from ckpt.display import size
+from ckpt.opening.sources import open_source
 from ckpt.plan.load_plan import LoadItem, LoadPolicy, RankReads, plan_load, rank_reads
 from ckpt.plan.read_plan import BoxCopies
-from ckpt.sources import open_source
 from ckpt.stores.local_store import LocalStore
 from ckpt.transfer.read import ReadPolicy, read_requests
 from sharding.layout import Mesh

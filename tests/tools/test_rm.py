@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt import collecting
+from ckpt.removing import gc as collecting
 from tools.exit_codes import ExitCode
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.under_way import FileUnderWay, UnderWay, Watch, rates, seconds_left
+from ckpt.removing.progress_files import FileUnderWay, UnderWay, Watch, rates, seconds_left
 from tools import top
 from tools.exit_codes import ExitCode
 

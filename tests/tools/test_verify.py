@@ -3,7 +3,7 @@ import json
 import torch
 from safetensors.torch import save_file
 
-from ckpt.saving import save
+from ckpt.saving.save import save
 from tools.exit_codes import ExitCode
 
 
@@ -49,7 +49,7 @@ def test_strays_are_notes(run, saved):
 
 
 def test_many_problems_are_counted_and_the_first_are_shown(run, tmp_path):
-    from ckpt.saving import save
+    from ckpt.saving.save import save
 
     save(tmp_path / "c", {f"w{i:02d}": torch.ones(4) for i in range(30)})
     (shard,) = (tmp_path / "c").glob("*.safetensors")

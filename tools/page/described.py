@@ -78,7 +78,7 @@ def described(
 
 def chain_of(url: str, catalog: Catalog, options: Mapping[str, Any] | None) -> list[str]:
     """Returns the folders of the checkpoints that this one borrows from, its own bases first."""
-    from ckpt.sources import open_source
+    from ckpt.opening.sources import open_source
 
     above, _ = split_url(url)
     found = list(catalog.bases)

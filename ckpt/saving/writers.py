@@ -1,7 +1,7 @@
 """Writers of staged memory: the writer process, or the calling thread in its place.
 
 Both take a `WriteJob` and return a summary. The first save that needs the process starts it, and it
-serves all later saves; it ends with the trainer (`ckpt.background.writer_process`).
+serves all later saves; it ends with the trainer (`ckpt.saving.writer_process`).
 
 The arena and the writer process that background saves share.
 
@@ -22,10 +22,10 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 
-from ckpt.background import device_copies
-from ckpt.background.arena import Arena, set_progress
-from ckpt.background.writer_process import IGNORED
 from ckpt.errors import StoreError
+from ckpt.saving.arena import Arena, set_progress
+from ckpt.saving.staging import page_lock, release
+from ckpt.saving.writer_process import IGNORED
 from ckpt.stores.request_errors import explained_on_disk
 from ckpt.transfer.write_job import WriteJob, job_message, read_answer, write_staged
 from formats.native.shard import Progress, ShardSummary
@@ -33,8 +33,7 @@ from formats.native.shard import Progress, ShardSummary
 POLL_SECONDS = 0.1
 """The time between two calls of a caller's `progress`."""
 _START = (
-    "import sys; sys.path[:] = sys.argv[3:]; "
-    "from ckpt.background.writer_process import main; main()"
+    "import sys; sys.path[:] = sys.argv[3:]; from ckpt.saving.writer_process import main; main()"
 )
 """The process gets the trainer's `sys.path`; `-m` would put a folder before it."""
 
@@ -186,7 +185,7 @@ class Workplace:
                 self.arena.touch(workers)
                 self.writer()
                 if for_cuda:
-                    device_copies.page_lock(data)
+                    page_lock(data)
 
         thread = threading.Thread(target=work, name="ckpt-prepare", daemon=True)
         with suppress(RuntimeError):  # no thread can be started: the interpreter may be ending
@@ -214,7 +213,7 @@ class Workplace:
 
 def new_arena(is_sealed: bool = False) -> Arena:
     """Returns an arena that copies from devices can use; `is_sealed` as for `Arena`."""
-    return Arena(before_remapping=device_copies.release, is_sealed=is_sealed)
+    return Arena(before_remapping=release, is_sealed=is_sealed)
 
 
 _workplace: Workplace | None = None

@@ -17,17 +17,17 @@ from warnings import warn
 
 from ckpt.arguments import CastingRule, ReplicaReads, UnchangedReads, check_order, check_word
 from ckpt.errors import DCP_LOAD, ArgumentTypeError, UnverifiedWarning
-from ckpt.fallback import Loaded, Url, load_or_older
-from ckpt.garbage import collected_later
-from ckpt.live.address import is_live
-from ckpt.load_agreement import TO_USER, LoadOptions, Matched, Plans, agreed_plans, agreed_source
+from ckpt.loading.agreement import TO_USER, LoadOptions, Matched, Plans, agreed_plans, agreed_source
+from ckpt.loading.fallback import Loaded, Url, load_or_older
 from ckpt.mapping.changes import Changes, MappingName
 from ckpt.match.match_builder import Casting, Fit, casting_of
 from ckpt.match.overlaps import check_preflight_scalars
 from ckpt.match.selection import Selection
 from ckpt.plan.check_shares import NOTHING_SHARED, CheckShare
+from ckpt.plan.reuse import collected_later
 from ckpt.state.memory import will_change
 from ckpt.state.patterns import Rename
+from ckpt.stores.addresses import is_live
 from ckpt.stores.store import Options
 from ckpt.transfer.read import ReadPolicy, Unchanged
 from ckpt.transfer.record_sums import RecordSums, Verify, checked_verify

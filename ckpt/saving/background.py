@@ -17,13 +17,12 @@ from html import escape
 from typing import Any, Protocol, TypeVar
 
 from ckpt.arguments import Uncopied
-from ckpt.background.slots import slots
-from ckpt.background.staging import OVERLAPPED, Staging, When, held_storages
-from ckpt.background.writers import Workplace, workplace, write_here
 from ckpt.display import printable, size
 from ckpt.errors import CkptError, StoreError, WaitTimeoutError
-from ckpt.in_flight import Lane, saves
-from ckpt.save_protocol import SaveAttempt, finish
+from ckpt.opening.in_flight import Lane, saves
+from ckpt.saving.agreement import SaveAttempt, finish
+from ckpt.saving.staging import OVERLAPPED, Staging, When, held_storages, slots
+from ckpt.saving.writers import Workplace, workplace, write_here
 from ckpt.state.flatten import Leaf
 from ckpt.stores.store import absolute, open_store, place_elsewhere
 from ckpt.transfer.read import workers_for
@@ -152,7 +151,7 @@ def begin(
     try:
         _, error = result_or_error(stage)
         save = _Save(target, ranks, to_do)
-        # A daemon, because `ckpt.in_flight` waits for it at exit, while it can still finish.
+        # A daemon: `ckpt.opening.in_flight` waits for it at exit, while it can still finish.
         thread = threading.Thread(
             target=save.run, args=(staged, error), name="ckpt-save", daemon=True
         )

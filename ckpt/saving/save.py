@@ -2,7 +2,7 @@
 
 The ranks communicate three times: in `agreed_attempt`, before anything is written; after writing,
 when rank 0 gets one record of each rank; and when the commit has ended. In a background save the
-call does the first, and `ckpt.background.save` does the others. A failure before the commit leaves
+call does the first, and `ckpt.saving.background` the others. A failure before the commit leaves
 nothing that a reader would take for a checkpoint.
 
 The memory and the process for the first background save, made in advance.
@@ -17,15 +17,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, get_args, overload
 
-from ckpt import in_flight
 from ckpt.arguments import WhenBusy, check_order, check_word
-from ckpt.background.save import Folder, SaveHandle, begin, lasting
-from ckpt.background.staging import When
-from ckpt.background.writers import workplace
 from ckpt.errors import BusyError, RankError
-from ckpt.garbage import collected_later
+from ckpt.opening import in_flight
+from ckpt.plan.reuse import collected_later
 from ckpt.plan.save_plan import plan_save, stored_layouts
-from ckpt.save_protocol import (
+from ckpt.saving.agreement import (
     SaveAttempt,
     SaveOptions,
     StoredDtypes,
@@ -33,6 +30,9 @@ from ckpt.save_protocol import (
     check_options,
     finish,
 )
+from ckpt.saving.background import Folder, SaveHandle, begin, lasting
+from ckpt.saving.staging import When
+from ckpt.saving.writers import workplace
 from ckpt.state.flatten import FlatState, Leaf, flatten
 from ckpt.state.merged_state import agree_on_state, spec_of
 from ckpt.stores.local_store import LocalStore

@@ -1,6 +1,6 @@
 """The process that writes staged memory to files: no torch, no part in training.
 
-`ckpt.background.writers` starts the process with one end of a connection and the arena. A thread
+`ckpt.saving.writers` starts the process with one end of a connection and the arena. A thread
 would take the interpreter's lock from the training loop for every chunk that it hashes and writes,
 and would have no priority of its own.
 
@@ -28,11 +28,12 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from queue import SimpleQueue
 
-from ckpt.background.arena import HEAD_BYTES, set_progress
-from ckpt.shared_memory import mapped
+from ckpt.saving.arena import HEAD_BYTES, set_progress
+from ckpt.stores.shared_memory import mapped
 from ckpt.transfer.write_job import (
     error_message,
-    is_seal_job,
+    is_call,
+    read_call,
     read_job,
     summary_message,
     write_staged,
@@ -40,7 +41,7 @@ from ckpt.transfer.write_job import (
 from formats.native.shard import ShardSummary
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals to a whole job; `ckpt.background.writers` starts this process with them blocked."""
+"""Signals to a whole job; `ckpt.saving.writers` starts this process with them blocked."""
 NICE = 15
 """Takes 4 % of a core that the training needs; 10 takes 11 %, and 19 takes 2 %, a slow save."""
 KNOWN_ARENAS = 2
@@ -67,7 +68,7 @@ def main() -> None:
     with suppress(EOFError, OSError):
         while True:
             message = connection.recv_bytes()
-            jobs.put((message, recv_handle(connection) if is_seal_job(message) else arena))
+            jobs.put((message, recv_handle(connection) if is_call(message) else arena))
     is_abandoned.set()
     jobs.put(None)
     worker.join()
@@ -89,12 +90,11 @@ def _work(
             set_progress(memory, done_bytes)
 
         data = memory[HEAD_BYTES:]
-        if not is_seal_job(message):
+        if not is_call(message):
             return write_staged(read_job(message), data, advance)
-        from ckpt.live.sealing import read_seal_job, seal  # the other saves need no servers
-
         try:
-            return seal(read_seal_job(message), data, arena, advance)
+            function, fields = read_call(message)
+            return function(fields, data, arena, advance)
         finally:
             os.close(arena)
 

@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from ckpt.collecting import check_no_link, remove_old
 from ckpt.errors import InUseError, NotACheckpointError, StoreError
-from ckpt.nearby import advice_at
+from ckpt.opening.sources import advice_at
+from ckpt.removing.gc import check_no_link, remove_old
 from ckpt.step_names import pin_file, pins_in, step_of
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.served_store import check_writable

@@ -1,10 +1,28 @@
-"""Caches the last result of a pure function that is often called again with the same objects."""
+"""Plans of many objects: made without the garbage collector, and kept for the next call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import ParamSpec, TypeVar
+
+
+@contextmanager
+def collected_later() -> Iterator[None]:
+    """Disables the garbage collector inside the block, for work of seconds without cyclic garbage.
+
+    A plan has several objects for each tensor. Python searches all objects whenever their number
+    has grown by a quarter: with torch imported, that is most of the time of a plan.
+    """
+    back = gc.enable if gc.isenabled() else gc.disable
+    try:
+        gc.disable()  # inside `try`: an interrupt may come just after
+        yield
+    finally:
+        back()
+
 
 P = ParamSpec("P")
 R = TypeVar("R")

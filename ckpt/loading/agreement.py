@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.budget import memory_budget
 from ckpt.errors import StoreError
-from ckpt.fallback import Url
-from ckpt.live.address import is_newest, parse
+from ckpt.loading.fallback import Url
 from ckpt.mapping.changes import Changes
 from ckpt.match.match import match
 from ckpt.match.match_builder import Fit, Match
 from ckpt.match.match_stateful import wanted
 from ckpt.match.overlaps import check_fits, differences, fingerprints
+from ckpt.opening.sources import Source, open_source
 from ckpt.plan.check_shares import NOTHING_SHARED, CheckShare, check_share
 from ckpt.plan.load_plan import LoadPlan, LoadPolicy, plan_load
 from ckpt.plan.read_plan import BoxCopies
-from ckpt.sources import Source, open_source
 from ckpt.state.saved import Saved
+from ckpt.stores.addresses import is_newest, parse
 from ckpt.stores.store import Options
 from ckpt.transfer.record_sums import Verify
 from ckpt.transfer.run import SharedTargets

@@ -23,7 +23,7 @@ import torch
 
 from ckpt.arguments import DtypeName
 from ckpt.errors import ExistsError, NotOwnerError, RankError, ReplicasWarning, StateError
-from ckpt.last_call import keeps_last
+from ckpt.plan.reuse import keeps_last
 from ckpt.plan.save_plan import SavePlan, host_layouts, plan_save, stored_layouts
 from ckpt.state.flatten import FlatState, Leaf, flatten
 from ckpt.state.memory import copy_in_range

@@ -28,7 +28,8 @@ from collections import deque
 from collections.abc import Callable
 
 from ckpt.errors import StoreError
-from ckpt.shared_memory import (
+from ckpt.stores.request_errors import explained_on_disk
+from ckpt.stores.shared_memory import (
     GENERATION,
     NO_DATA,
     address_of,
@@ -38,7 +39,6 @@ from ckpt.shared_memory import (
     remove,
     take_huge_pages,
 )
-from ckpt.stores.request_errors import explained_on_disk
 from formats.threads import Pool
 
 HEAD_BYTES = 1 << 12

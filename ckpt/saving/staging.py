@@ -1,16 +1,12 @@
 """Copies a rank's part of a state into the arena, in the call or while the training goes on.
 
-Rules:
+Each tensor that the rank writes has a slot: its place in the arena, in the order of the shard
+file's data. "copied": the call copies all tensors. "overlapped": large tensors that only steps of
+optimizers change are copied later, and such a step waits for the copies. An early change of a
+tensor that is copied later fails the save: the tensor's version shows it, or a sample of its
+elements if the change does not count as a version.
 
-1. The arena gets only the bytes that the rank writes, in the order of the shard file's data.
-2. "copied": the call copies all tensors. "overlapped": large tensors that only optimizers' steps
-   change are copied later, and steps wait for the copies (`ckpt.background.staging`).
-3. An early change of a tensor that is copied later fails the save. The tensor's version shows the
-   change, or a sample of its elements if the change does not count as a version.
-
-Copies host memory into the arena, by one thread or by several.
-
-Rules:
+Host memory:
 
 1. One thread copies in pieces of `PIECE_BYTES` and keeps the interpreter's lock. A thread that
    releases the lock waits up to 5 ms for another thread that computes, after every piece. Pieces
@@ -20,9 +16,11 @@ Rules:
    every page.
 4. When a call that waits for all copies has ended in any way, no thread copies any more.
 
-Optimizer steps that wait for copies, and the optimizers whose steps can wait.
+Device memory: an arena is registered with CUDA, page-locked, so that a device copies into it on
+separate streams while its other streams compute. If CUDA refuses the registration, the copies are
+correct, and slower.
 
-Rules:
+Steps of optimizers:
 
 1. One hook serves every optimizer of the process, also those that are in no state. The hook stays,
    and does nothing between saves: to remove it from another thread would change a dict that an
@@ -41,15 +39,14 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch.optim import Optimizer, lr_scheduler, optimizer
 
-from ckpt.background.arena import Arena
-from ckpt.background.device_copies import DeviceCopies
-from ckpt.background.slots import Slot
 from ckpt.errors import StateChangedError
+from ckpt.plan.save_plan import SavePlan, WriteItem
+from ckpt.saving.arena import Arena
 from ckpt.state.flatten import Leaf
 from ckpt.state.memory import is_plain, sampled
 from ckpt.state.stateful import MAX_DEPTH
@@ -61,6 +58,108 @@ OVERLAPPED: When = "overlapped"
 
 SMALL_BYTES = 64 << 10
 """Parts up to this size are copied in the call: a later copy would cost the call as much."""
+
+
+class Slot(NamedTuple):
+    """An item of the plan with its tensor; the item's offset is its place in the arena's data."""
+
+    item: WriteItem
+    leaf: Leaf
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The rank's part of the tensor."""
+        return self.leaf.local
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its bytes lie end to end in host memory."""
+        return is_plain(self.leaf.local)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """Returns the item's elements in one dimension: without a copy if they are contiguous."""
+        return self.leaf.local.reshape(-1)[self.item.lo : self.item.hi]
+
+    def address(self) -> int:
+        """Returns the address of a plain item's first byte.
+
+        Raises StateChangedError if the tensor has given up its memory.
+        """
+        item, local = self.item, self.leaf.local
+        start: int = local.data_ptr() + item.lo * item.dtype.itemsize
+        memory = local.untyped_storage()
+        if start + item.nbytes > memory.data_ptr() + memory.nbytes():
+            raise StateChangedError(
+                f"{item.name} has no memory for its {item.nbytes:,} bytes: it was resized or "
+                "offloaded; save it while it has its memory, or call wait_staged() of the save's "
+                "handle before it gives its memory up"
+            )
+        return start
+
+
+def slots(plan: SavePlan, leaves: Sequence[Leaf]) -> list[Slot]:
+    """Returns the items of a plan with their tensors; `leaves` has the tensors by number."""
+    sources = [leaves[item.source] for item in plan.items]
+    return list(map(Slot._make, zip(plan.items, sources, strict=True)))
+
+
+class DeviceCopies:
+    """Copies that were started and not yet awaited."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._kept: list[torch.Tensor] = []
+        """The tensors that the streams still read from: their memory must not be reused."""
+
+    def start(self, slot: Slot) -> None:
+        """Starts the copy of a tensor to its slot, after the work queued on its device so far."""
+        item, local = slot.item, slot.local
+        stream = self._streams.get(local.device)
+        if stream is None:
+            stream = self._streams[local.device] = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+                local.device
+            )
+            page_lock(self._data)
+        stream.wait_stream(torch.cuda.current_stream(local.device))
+        with torch.cuda.stream(stream):
+            source = slot.flat.resolve_conj().resolve_neg()
+            target = torch.frombuffer(
+                self._data, dtype=torch.uint8, count=source.nbytes, offset=item.offset
+            )
+            target.view(source.dtype).copy_(source, non_blocking=True)
+        self._kept += [local, source]
+
+    def finish(self) -> None:
+        """Returns once all started copies are in the arena."""
+        for stream in self._streams.values():
+            stream.synchronize()
+        self._kept.clear()
+
+
+_locked: dict[int, int] = {}
+"""The sizes of registered arenas, by their addresses."""
+
+
+def page_lock(data: memoryview) -> None:
+    """Registers an arena's memory with CUDA, unless it is registered."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(data))
+    if _locked.get(address, 0) >= len(data):
+        return
+    release(address)
+    with suppress(RuntimeError, AttributeError):
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if int(runtime.cudaHostRegister(address, len(data), 0)) == 0:
+            _locked[address] = len(data)
+
+
+def release(address: int) -> None:
+    """Undoes the registration of an arena, before its memory is mapped anew."""
+    if _locked.pop(address, 0):
+        with suppress(RuntimeError, AttributeError):
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime.cudaHostUnregister(address)
 
 
 class Staging:

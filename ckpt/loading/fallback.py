@@ -35,8 +35,8 @@ from ckpt.errors import (
     UnreachableError,
     VersionGoneError,
 )
-from ckpt.live.address import is_live, is_one_version
-from ckpt.newest import UNREADABLE, committed
+from ckpt.loading.newest import UNREADABLE, committed
+from ckpt.stores.addresses import is_live, is_one_version
 from ckpt.stores.replacement_guard import TRIES
 from ckpt.stores.store import WEB, Options, absolute, is_file, join_url, split_url
 from formats.errors import (

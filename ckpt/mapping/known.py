@@ -7,6 +7,8 @@ from importlib.resources import files
 from ckpt.mapping.rules import TensorMapping, parse_mapping
 from sharding.errors import ArgumentError
 
+FOLDER = files(__package__).joinpath("families")
+
 
 def known_names() -> tuple[str, ...]:
     """Returns the names of the mappings, both directions of each, sorted."""
@@ -25,7 +27,7 @@ def known_mapping(name: str) -> TensorMapping:
             f"{name!r} is no mapping and no file; the mappings are {', '.join(known_names())}"
         )
     file, is_inverse = found
-    text = files(__package__).joinpath(file).read_text(encoding="utf-8")
+    text = FOLDER.joinpath(file).read_text(encoding="utf-8")
     mapping = parse_mapping(text, file.removesuffix(".toml"))
     return mapping.inverse(name) if is_inverse else mapping
 
@@ -36,7 +38,7 @@ def _names() -> dict[str, tuple[str, bool]]:
     `llama-hf-megatron.toml` is also `llama-megatron-hf`.
     """
     found: dict[str, tuple[str, bool]] = {}
-    for place in files(__package__).iterdir():
+    for place in FOLDER.iterdir():
         stem, ending = place.name.rpartition(".")[::2]
         if ending == "toml":
             model, source, target = stem.split("-")

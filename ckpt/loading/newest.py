@@ -30,7 +30,7 @@ from warnings import warn
 from ckpt.checking.verify import verify as verify_all
 from ckpt.display import natural
 from ckpt.errors import FallbackWarning, NotACheckpointError, ReplacedError, Skipped
-from ckpt.nearby import checkpoints_below, nothing_at, similar_path
+from ckpt.opening.sources import checkpoints_below, nothing_at, similar_path
 from ckpt.stores.replacement_guard import MANIFEST_HEAD_BYTES, head_now, replaced, unless_replaced
 from ckpt.stores.store import Options, Store, absolute, is_file, join_url, open_store, split_url
 from ckpt.transfer.facts import Checkpoints, checkpoints_in, concerns_one_file

@@ -31,9 +31,8 @@ from ckpt.mapping.casts import Casts
 from ckpt.mapping.changes import Changes, MappingName
 from ckpt.mapping.structure import names_of
 from ckpt.match.selection import Selection, map_selected
-from ckpt.nearby import COMPARED
+from ckpt.opening.sources import COMPARED, Source, open_source
 from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
-from ckpt.sources import Source, open_source
 from ckpt.state.memory import check_range, empty_for, memory_of, torch_dtype
 from ckpt.state.state_spec import versioned
 from ckpt.state.typed_values import opened

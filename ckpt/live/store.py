@@ -7,7 +7,7 @@ Rules:
    gives the lease over its Unix socket, with the descriptors of its files.
 2. A lease ends if the store reads nothing for a while. The next read then takes another one on the
    same version. Once the version is retired, reads raise VersionGoneError with the newest version.
-3. Files of a server on this host are read from its memory (`ckpt.stores.shared_files`), others by
+3. Files of a server on this host are read from its memory (`ckpt.live.shared_files`), others by
    ranges over HTTP, from the first of their servers that answers.
 4. Without a version in the URL, the versions are the folders of the store.
 
@@ -34,9 +34,10 @@ from ckpt.errors import (
     UnreachableError,
     VersionGoneError,
 )
-from ckpt.live.address import parse, version_of
 from ckpt.live.process import HostServer
 from ckpt.live.protocol import Address, FileAt, RefusedError, error_of, files_of, version_in
+from ckpt.live.shared_files import SharedFile
+from ckpt.stores.addresses import parse, version_of
 from ckpt.stores.http_client import (
     Answer,
     HttpClient,
@@ -47,7 +48,6 @@ from ckpt.stores.http_client import (
     path_of,
 )
 from ckpt.stores.served_store import ReadOnlyStore
-from ckpt.stores.shared_files import SharedFile
 from formats.errors import CorruptError, FormatError, GoneError, SizeError, TooLargeError
 from formats.storage import BESIDE, LOCAL_READ_BYTES, REMOTE_READ_BYTES
 from formats.strict_json import decode_object

@@ -1,1 +1,0 @@
-"""Background saves: they go on while the training continues."""

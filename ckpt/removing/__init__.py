@@ -1,0 +1,1 @@
+"""Removals: checkpoints, and files that no manifest names."""
