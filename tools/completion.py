@@ -10,9 +10,21 @@ import os
 from argparse import ArgumentParser
 from dataclasses import dataclass
 
-from tools.exit_codes import ExitCode
+from tools.exit_codes import ExitCode, Help
 
-SUMMARY = "print a script that makes a shell complete commands and options"
+HELP = Help(
+    summary="print a script that makes a shell complete commands and options",
+    description="""\
+Prints a script that makes a shell complete the commands and options of ckpt. The first line below
+installs it for all later shells.""",
+    examples=(
+        (
+            "echo 'eval \"$(ckpt completion bash)\"' >> ~/.bashrc",
+            "for bash; for zsh, the same with zsh and ~/.zshrc",
+        ),
+        ("ckpt completion fish > ~/.config/fish/completions/ckpt.fish", "for fish"),
+    ),
+)
 SHELLS = ("bash", "zsh", "fish")
 ASKED = "_ARGCOMPLETE"
 """The environment variable that is set if a shell asks for completions."""

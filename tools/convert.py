@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast, get_args
 
 from ckpt.arguments import DtypeName, FormatName, KindName
 from ckpt.display import count, printable, size
-from tools.exit_codes import ExitCode
+from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import (
     MappingOption,
     Option,
@@ -37,7 +37,24 @@ if TYPE_CHECKING:
     from ckpt.converting.plan import ConversionPlan
     from ckpt.mapping.changes import Part
 
-SUMMARY = "write a checkpoint in another format, in bounded memory"
+HELP = Help(
+    summary="write a checkpoint in another format, in bounded memory",
+    description="""\
+Writes a checkpoint, or a part of it, in another format. The checksums of all that is read are
+compared, memory stays bounded, and a loss of weights is an error that names them.
+`torchrun --nproc-per-node N -m ckpt convert SRC DST` shares the work among N processes.""",
+    examples=(
+        (
+            "ckpt convert runs/gpt/step-100 llama --to hf --model-only",
+            "a folder for from_pretrained",
+        ),
+        (
+            "ckpt convert runs/gpt/step-100 model.safetensors --model-only --dtype bfloat16",
+            "the weights as one file, in 16 bits",
+        ),
+    ),
+    codes=(*OF_A_READER, ExitCode.EXISTS),
+)
 SHOWN_LEFT_OUT = 5
 
 

@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from ckpt.display import count, printable, size
-from tools.exit_codes import ExitCode
+from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import (
     MappingOption,
     Option,
@@ -28,7 +28,20 @@ from tools.text import json_text, place, shortened
 if TYPE_CHECKING:
     from ckpt.checking.diff import Comparison, ValueDifference
 
-SUMMARY = "compare names, shapes, dtypes, elements, plain values and structure of two checkpoints"
+HELP = Help(
+    summary="compare two checkpoints of any format: names, elements, values, structure",
+    description="""\
+Compares two checkpoints of any format: names, shapes, dtypes, elements, plain values and
+structure. The largest differences come first, then sums by module; random states stand apart.""",
+    examples=(
+        ("ckpt diff runs/gpt/step-100 runs/gpt/step-200", "the differences of two steps"),
+        (
+            "ckpt diff runs/gpt/step-100 model.safetensors --select model --tensors-only",
+            "whether an exported model has the weights of a checkpoint",
+        ),
+    ),
+    codes=(ExitCode.DIFFERENT, *OF_A_READER, ExitCode.EXISTS),
+)
 CONTEXT = 20
 """Characters that are shown before the place where two long texts differ."""
 

@@ -1,7 +1,9 @@
-"""The exit codes of `ckpt` and their meanings, for scripts and for `ckpt --help`."""
+"""The exit codes of `ckpt` and their meanings, for scripts, and the texts of `--help`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 
 from ckpt.errors import ExistsError, NotACheckpointError
@@ -44,10 +46,56 @@ MEANINGS = {
 """The meaning of each code."""
 
 
-def table() -> str:
-    """Returns the codes and their meanings, for `--help`."""
-    rows = "\n".join(f"  {code.value:>3}  {meaning}" for code, meaning in MEANINGS.items())
-    return f"exit codes:\n{rows}"
+EVERY_COMMAND_S = frozenset(
+    {
+        ExitCode.FINE,
+        ExitCode.USAGE,
+        ExitCode.INTERNAL,
+        ExitCode.INTERRUPTED,
+        ExitCode.BROKEN_PIPE,
+    }
+)
+"""The codes with which each command may end."""
+OF_A_READER = (
+    ExitCode.NOT_A_CHECKPOINT,
+    ExitCode.DAMAGED,
+    ExitCode.STORE,
+    ExitCode.UNSUPPORTED,
+)
+"""The further codes of a command that reads a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Help:
+    """The texts of a command in `--help`."""
+
+    summary: str
+    """A line for the list of the commands."""
+    description: str
+    examples: Sequence[tuple[str, str]]
+    """Command lines and their effects."""
+    codes: Sequence[ExitCode] = ()
+    """The codes with which this command may end, beside those of every command."""
+
+    @property
+    def every_code(self) -> frozenset[ExitCode]:
+        """All codes with which the command may end."""
+        return EVERY_COMMAND_S.union(self.codes)
+
+    @property
+    def epilog(self) -> str:
+        """The examples and the codes, below the arguments."""
+        return epilog(self.examples, self.every_code)
+
+
+def epilog(examples: Sequence[tuple[str, str]], codes: Iterable[ExitCode]) -> str:
+    """Returns examples and the meanings of exit codes, for the end of `--help`."""
+    chosen = set(codes)
+    lines = ["examples:"]
+    for line, effect in examples:
+        lines += [f"  {line}", f"      {effect}"]
+    rows = [f"  {code.value:>3}  {text}" for code, text in MEANINGS.items() if code in chosen]
+    return "\n".join([*lines, "", "exit codes:", *rows])
 
 
 def code_of(error: BaseException) -> ExitCode:

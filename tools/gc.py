@@ -8,14 +8,24 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from ckpt.display import count, printable, size
-from tools.exit_codes import ExitCode
+from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import Option, add_storage_options, mapping
 from tools.text import age, columns, duration, json_text
 
 if TYPE_CHECKING:
     from ckpt.removing.gc import LeftOver
 
-SUMMARY = "list what unfinished saves have left behind, and remove it with --delete"
+HELP = Help(
+    summary="list what unfinished saves have left behind, and remove it with --delete",
+    description="""\
+Lists the files that unfinished saves and conversions have left behind. With --delete it removes
+those that no save can need any more.""",
+    examples=(
+        ("ckpt gc runs/gpt", "lists them, and changes nothing"),
+        ("ckpt gc runs/gpt --delete", "removes those that are older than 25 hours"),
+    ),
+    codes=OF_A_READER,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,14 +25,27 @@ from formats.catalog import (
     plain_values,
     str_of,
 )
-from tools.exit_codes import ExitCode
+from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import Option, add_storage_options, mapping
 from tools.text import columns, json_text, place, shortened
 
 if TYPE_CHECKING:
     from ckpt.opening.sources import Source
 
-SUMMARY = "show tensors, values and files of a checkpoint"
+HELP = Help(
+    summary="show tensors, values and files of a checkpoint",
+    description="""\
+Shows the content of a checkpoint as a tree: tensors with dtype, shape, size and layout, plain
+values, files, and the program that saved it. No tensor is read.""",
+    examples=(
+        (
+            "ckpt inspect runs/gpt/step-100 --depth 2",
+            "the parts of the model and of the optimizer, with their sizes",
+        ),
+        ("ckpt inspect runs/gpt/step-100 --html page.html", "the same as a page for a browser"),
+    ),
+    codes=(*OF_A_READER, ExitCode.EXISTS),
+)
 MAX_DEPTH = 64
 """The most dots at which a name is split."""
 

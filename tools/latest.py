@@ -11,11 +11,21 @@ from argparse import ArgumentParser
 from dataclasses import dataclass, field
 
 from ckpt.display import printable
-from tools.exit_codes import ExitCode
+from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import Option, add_storage_options, mapping
 from tools.text import tell
 
-SUMMARY = "print the path of the newest checkpoint with an intact manifest and all its files"
+HELP = Help(
+    summary="print the path of the newest checkpoint with an intact manifest and all its files",
+    description="""\
+Prints the path of the newest checkpoint of ckpt's own format that has an intact manifest and
+all its files. Newer ones that are not sound are named on stderr.""",
+    examples=(
+        ('ckpt verify "$(ckpt latest runs/gpt)"', "checks the newest checkpoint"),
+        ("ckpt latest runs/gpt --verify", "the newest one whose checksums are all right"),
+    ),
+    codes=OF_A_READER,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,14 +21,24 @@ from formats.errors import FormatError
 from formats.native.borrowed import beside
 from formats.native.manifest import MANIFEST
 from formats.storage import Reader
-from tools.exit_codes import ExitCode
+from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import Option, add_storage_options, mapping
 from tools.text import age, columns, json_text, shortened
 
 if TYPE_CHECKING:
     from ckpt.stores.store import Store
 
-SUMMARY = "list the checkpoints in a folder, or the tensors in a checkpoint"
+HELP = Help(
+    summary="list the checkpoints in a folder, or the tensors in a checkpoint",
+    description="""\
+Lists the checkpoints in a folder, with those that are damaged or unfinished marked as such, or the
+tensors in a checkpoint. Of a run it shows steps, ages and metrics. No tensor is read.""",
+    examples=(
+        ("ckpt ls runs/gpt", "the checkpoints of a run, with step, age, size, state and metrics"),
+        ("ckpt ls s3://bucket/model.safetensors", "the tensors in a file of a bucket"),
+    ),
+    codes=OF_A_READER,
+)
 FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".gguf", ".npz")
 """Endings of files that may be checkpoints of their own."""
 _SHARD = re.compile(r"\.?[0-9a-f]{16}-[0-9]{5,}\.safetensors(\..+\.part)?")

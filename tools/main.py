@@ -16,7 +16,7 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Generic, NoReturn, TypeVar
@@ -25,7 +25,7 @@ from ckpt.display import printable
 from ckpt.version import __version__
 from sharding.url_secrets import without_secrets
 from tools import completion, convert, diff, gc, inspect, latest, ls, plan, rm, serve, top, verify
-from tools.exit_codes import ExitCode, code_of, table
+from tools.exit_codes import ExitCode, Help, code_of, epilog
 from tools.options import with_options
 from tools.progress import note_of_a_wait
 from tools.text import tell
@@ -35,7 +35,30 @@ OptionsT = TypeVar("OptionsT")
 DESCRIPTION = """\
 Looks into, checks, compares, converts and deletes checkpoints: ckpt's own, safetensors files,
 Hugging Face folders, files of torch.save, folders of torch.distributed.checkpoint and of trainers,
-GGUF and numpy files (docs/formats.md), on disk or at any URL that fsspec has a driver for."""
+GGUF and numpy files, on disk or at any URL that fsspec has a driver for."""
+EXAMPLES = (
+    ("ckpt ls runs/gpt", "the checkpoints of a run"),
+    ("ckpt convert runs/gpt/step-100 model.safetensors --model-only", "its weights, as one file"),
+)
+GUESSES = {
+    "list": "ls",
+    "du": "ls",
+    "show": "inspect",
+    "info": "inspect",
+    "tree": "inspect",
+    "check": "verify",
+    "fsck": "verify",
+    "compare": "diff",
+    "export": "convert",
+    "import": "convert",
+    "watch": "top",
+    "newest": "latest",
+    "delete": "rm",
+    "remove": "rm",
+    "clean": "gc",
+    "prune": "gc",
+}
+"""Commands that people try by other names."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -69,8 +92,22 @@ class _CommandParser(_Parser):
         finally:
             self._is_intermixed = False
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            meant = next((_meant(one.partition("=")[0], flags) for one in unknown), "")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         return found, []
+
+
+def _meant(word: str, known: Collection[str]) -> str:
+    """Returns the question for the nearest of the known words; empty if none is near.
+
+    >>> _meant("--overwirte", ["--overwrite", "--to"]), _meant("x", ["--to"])
+    ('; did you mean --overwrite?', '')
+    """
+    from difflib import get_close_matches
+
+    near = get_close_matches(word, known, n=1, cutoff=0.7)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 @dataclass(frozen=True)
@@ -78,7 +115,7 @@ class _Command(Generic[OptionsT]):
     """One command: the functions that declare its arguments and run it."""
 
     name: str
-    summary: str
+    help: Help
     options: Callable[..., OptionsT]
     """A frozen dataclass; its fields are the names of the arguments."""
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -90,25 +127,24 @@ class _Command(Generic[OptionsT]):
 
 
 _COMMANDS = (
-    _Command("ls", ls.SUMMARY, ls.Options, ls.add_arguments, ls.run),
-    _Command("inspect", inspect.SUMMARY, inspect.Options, inspect.add_arguments, inspect.run),
-    _Command("verify", verify.SUMMARY, verify.Options, verify.add_arguments, verify.run),
-    _Command("diff", diff.SUMMARY, diff.Options, diff.add_arguments, diff.run),
-    _Command("convert", convert.SUMMARY, convert.Options, convert.add_arguments, convert.run),
-    _Command("plan", plan.SUMMARY, plan.Options, plan.add_arguments, plan.run),
-    _Command("top", top.SUMMARY, top.Options, top.add_arguments, top.run),
-    _Command("serve", serve.SUMMARY, serve.Options, serve.add_arguments, serve.run),
-    _Command("latest", latest.SUMMARY, latest.Options, latest.add_arguments, latest.run),
-    _Command("rm", rm.SUMMARY, rm.Options, rm.add_arguments, rm.run),
-    _Command("gc", gc.SUMMARY, gc.Options, gc.add_arguments, gc.run),
+    _Command("ls", ls.HELP, ls.Options, ls.add_arguments, ls.run),
+    _Command("inspect", inspect.HELP, inspect.Options, inspect.add_arguments, inspect.run),
+    _Command("verify", verify.HELP, verify.Options, verify.add_arguments, verify.run),
+    _Command("diff", diff.HELP, diff.Options, diff.add_arguments, diff.run),
+    _Command("convert", convert.HELP, convert.Options, convert.add_arguments, convert.run),
+    _Command("plan", plan.HELP, plan.Options, plan.add_arguments, plan.run),
+    _Command("top", top.HELP, top.Options, top.add_arguments, top.run),
+    _Command("serve", serve.HELP, serve.Options, serve.add_arguments, serve.run),
+    _Command("latest", latest.HELP, latest.Options, latest.add_arguments, latest.run),
+    _Command("rm", rm.HELP, rm.Options, rm.add_arguments, rm.run),
+    _Command("gc", gc.HELP, gc.Options, gc.add_arguments, gc.run),
     _Command(
-        "completion",
-        completion.SUMMARY,
-        completion.Options,
-        completion.add_arguments,
-        completion.run,
+        "completion", completion.HELP, completion.Options, completion.add_arguments, completion.run
     ),
 )
+
+HELPS = {command.name: command.help for command in _COMMANDS}
+"""The texts of each command."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -132,6 +168,7 @@ def _run(argv: Sequence[str]) -> int:
     found = parser()
     completion.answer(found)
     try:
+        _check_command(found, argv)
         arguments = found.parse_args(argv)
     except SystemExit as end:  # from argparse: --help, --version, wrong arguments
         return end.code if isinstance(end.code, int) else ExitCode.FINE
@@ -142,6 +179,14 @@ def _run(argv: Sequence[str]) -> int:
         raise
     except (Exception, KeyboardInterrupt) as error:
         return _report(error, arguments.parser)
+
+
+def _check_command(used: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    """Ends the process with an error unless the first argument is an option or a command."""
+    if argv and not argv[0].startswith("-") and argv[0] not in HELPS:
+        guess = GUESSES.get(argv[0])
+        meant = _meant(argv[0], HELPS) if guess is None else f"; did you mean {guess}?"
+        used.error(f"there is no command {argv[0]!r}{meant}")
 
 
 def _let_go() -> None:
@@ -158,15 +203,16 @@ def _let_go() -> None:
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the whole command line."""
     raw = argparse.RawDescriptionHelpFormatter
-    found = _Parser(prog="ckpt", description=DESCRIPTION, epilog=table(), formatter_class=raw)
+    below = epilog(EXAMPLES, ExitCode)
+    found = _Parser(prog="ckpt", description=DESCRIPTION, epilog=below, formatter_class=raw)
     found.add_argument("-V", "--version", action="version", version=f"ckpt {__version__}")
     commands = found.add_subparsers(metavar="COMMAND", required=True, parser_class=_CommandParser)
     for command in _COMMANDS:
         one = commands.add_parser(
             command.name,
-            help=command.summary,
-            description=f"{command.summary[0].upper()}{command.summary[1:]}.",
-            epilog=table(),
+            help=command.help.summary,
+            description=command.help.description,
+            epilog=command.help.epilog,
             formatter_class=raw,
         )
         command.add_arguments(one)

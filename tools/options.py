@@ -38,7 +38,7 @@ def add_name_changes(parser: ArgumentParser, whose: str) -> None:
     """Declares the options; `whose` are the names that they change."""
     add = parser.add_argument
     for flag, is_inverse, said in (
-        ("--map", False, "change names and shapes by a mapping that ships or by a file"),
+        ("--map", False, "change names and shapes by a mapping: llama-hf-megatron, or by a file"),
         ("--inverse-map", True, "the same from the right of the mapping to its left"),
     ):
         add(
@@ -47,7 +47,7 @@ def add_name_changes(parser: ArgumentParser, whose: str) -> None:
             action="append",
             type=_mapping_type(is_inverse),
             metavar="NAME|FILE",
-            help=f"{said}; repeatable, in turn (docs/converting.md)",
+            help=f"{said}; repeatable, in turn",
         )
     add(
         "--set",

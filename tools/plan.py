@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ckpt.display import count, size
 from formats.limits import RANKS
 from sharding.errors import ArgumentError
-from tools.exit_codes import ExitCode
+from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import Option, add_storage_options, mapping
 from tools.text import columns, json_text, place, size_of
 
@@ -19,7 +19,23 @@ if TYPE_CHECKING:
     from ckpt.opening.sources import Source
     from ckpt.plan.load_plan import RankReads
 
-SUMMARY = "show what each rank of a job would read from a checkpoint"
+HELP = Help(
+    summary="show what each rank of a job would read from a checkpoint",
+    description="""\
+Shows the bytes, requests and files that each rank of a job would read from a checkpoint, before the
+job starts. No tensor is read.""",
+    examples=(
+        (
+            "ckpt plan runs/gpt/step-100 --world-size 64",
+            "the reads of 64 ranks that divide dimension 0",
+        ),
+        (
+            "ckpt plan step-100 --world-size 8 --mesh dp=2,tp=4 --placements 'replicate,shard(0)'",
+            "the reads of a mesh of two axes",
+        ),
+    ),
+    codes=OF_A_READER,
+)
 SHOWN_RANKS = 64
 """Of a larger world, the first, the middle and the last rank are planned."""
 

@@ -14,12 +14,26 @@ from ckpt.display import count, printable
 from ckpt.errors import NotACheckpointError
 from ckpt.run.retention import Keep
 from sharding.errors import listed
-from tools.exit_codes import ExitCode
+from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import Option, add_storage_options, mapping
 from tools.text import keep_of
 
 SHOWN_NAMES = 3
-SUMMARY = "delete checkpoints of ckpt's own format, unless others borrow from them"
+HELP = Help(
+    summary="delete checkpoints of ckpt's own format, unless others borrow from them",
+    description="""\
+Deletes checkpoints of ckpt's own format, unless others borrow from them or they are pinned. With
+--keep it deletes those of a run that no rule keeps. On a terminal it asks before it deletes
+several checkpoints, or the newest one of a folder.""",
+    examples=(
+        ("ckpt rm runs/gpt/step-100", "deletes one checkpoint"),
+        (
+            "ckpt rm runs/gpt --keep last=3,every=1000 --dry-run",
+            "the checkpoints of a run that these rules would delete",
+        ),
+    ),
+    codes=(*OF_A_READER, ExitCode.EXISTS),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sharding.errors import ArgumentError
-from tools.exit_codes import ExitCode
+from tools.exit_codes import ExitCode, Help
 from tools.text import tell
 
 if TYPE_CHECKING:
     from ckpt.live.serve import ServeOptions
 
-SUMMARY = "offer a folder of checkpoints by HTTP, read-only"
+HELP = Help(
+    summary="offer a folder of checkpoints by HTTP, read-only",
+    description="""\
+Offers a folder of checkpoints by HTTP, read-only, until Ctrl-C or SIGTERM. It prints a URL with a
+token; `ckpt.load` and each command take this URL.""",
+    examples=(
+        ("ckpt serve runs/gpt", "for programs on this host"),
+        (
+            "ckpt serve runs/gpt --address 0.0.0.0 --port 8000 --certificate chain.pem",
+            "for other hosts, encrypted",
+        ),
+    ),
+    codes=(ExitCode.NOT_A_CHECKPOINT, ExitCode.STORE),
+)
 
 
 @dataclass(frozen=True, slots=True)

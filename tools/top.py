@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from ckpt.display import count, printable, size
-from tools.exit_codes import ExitCode
+from tools.exit_codes import ExitCode, Help
 from tools.options import Option, add_storage_options, mapping
 from tools.progress import has_answered
 from tools.text import age, columns, duration, json_text, place
@@ -29,7 +29,18 @@ if TYPE_CHECKING:
     from ckpt.loading.newest import Committed
     from ckpt.removing.progress_files import FileUnderWay, UnderWay
 
-SUMMARY = "watch the saves and conversions under way in a folder, and its last checkpoints"
+HELP = Help(
+    summary="watch the saves and conversions under way in a folder, and its last checkpoints",
+    description="""\
+Watches the saves and conversions under way in a folder, file by file, and the last checkpoints. It
+reads the files of the run alone: any host that sees the folder can watch, and the run does not
+notice it.""",
+    examples=(
+        ("ckpt top runs/gpt", "a view that is drawn anew each second, until Ctrl-C"),
+        ("ckpt top runs/gpt --once --json", "one view, for a program"),
+    ),
+    codes=(ExitCode.NOT_A_CHECKPOINT, ExitCode.DAMAGED, ExitCode.STORE),
+)
 FILES_SHOWN = 16
 """Files of one save that are shown: those that need most time."""
 ATTEMPTS_SHOWN = 4

@@ -9,12 +9,22 @@ from dataclasses import asdict, dataclass, field
 from ckpt.checking.report import Report
 from ckpt.display import count, printable, size
 from ckpt.errors import CkptError, NotACheckpointError
-from tools.exit_codes import ExitCode, code_of
+from tools.exit_codes import OF_A_READER, ExitCode, Help, code_of
 from tools.options import Option, add_storage_options, mapping, with_options
 from tools.progress import file_bytes, progress
 from tools.text import json_text, place, tell
 
-SUMMARY = "check every checksum, file and size; without the model's code"
+HELP = Help(
+    summary="check every checksum, file and size; without the model's code",
+    description="""\
+Reads checkpoints of any format and checks every checksum, file and size. The code of the model is
+not needed. Names each damaged tensor with its file and its bytes.""",
+    examples=(
+        ("ckpt verify runs/gpt/step-100", "whether a checkpoint is sound"),
+        ("ckpt verify runs/gpt/*/", "which checkpoints of a run are sound"),
+    ),
+    codes=(ExitCode.DIFFERENT, *OF_A_READER),
+)
 SHOWN_PROBLEMS = 20
 
 

@@ -597,8 +597,8 @@ class ObjectStore(OverNetwork):
             return
         _without_tags.add(server)
         _log.warning(
-            "%s: the server refuses conditions for states of files, so that a request that comes "
-            "late may replace or delete a later checkpoint (docs/stores.md)",
+            "%s: the server refuses conditional requests for files that exist: a request that "
+            "arrives late may replace or delete a later checkpoint",
             without_secrets(self.url),
         )
 
@@ -610,9 +610,8 @@ class ObjectStore(OverNetwork):
             if not honours:
                 # A Python warning may be an exception, but the commit has succeeded.
                 _log.warning(
-                    "%s: this server ignores the condition that a file does not exist: if two jobs "
-                    "save to one place at the same instant, both may believe that they have "
-                    "(docs/stores.md)",
+                    "%s: this server ignores the condition that a file does not exist yet: if two "
+                    "jobs save to one place at the same instant, both may report success",
                     self,
                 )
 

@@ -181,15 +181,13 @@ def open_store(url: str | os.PathLike[str], options: Options = None) -> Store:
         return _bucket(text, dict(options or {}))
     except ImportError as error:
         protocol = text.partition("://")[0]
-        raise StoreError(
-            f"{url}: {error}; install the fsspec driver for {protocol}:// (docs/stores.md)"
-        ) from error
+        raise StoreError(f"{url}: {error}; install the fsspec driver for {protocol}://") from error
     except ArgumentError as error:
         raise ArgumentError(f"{url}: {error}") from None
     except Exception as error:
         raise StoreError(
             f"{url}: cannot be opened: {type(error).__name__}: {error}; check the URL, and "
-            "storage_options= or the driver's environment variables (docs/stores.md)"
+            "storage_options= or the driver's environment variables"
         ) from cause_without_secrets(error)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckpt.saving.save import save
-from tools.main import main
+from tools.main import HELPS, main
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     def run_command(*arguments: object) -> Ended:
         code = main([str(argument) for argument in arguments])
         captured = capsys.readouterr()
+        if arguments and arguments[0] in HELPS:
+            assert code in HELPS[str(arguments[0])].every_code, "a code that its help lacks"
         return Ended(code, captured.out, captured.err)
 
     return run_command

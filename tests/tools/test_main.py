@@ -1,5 +1,7 @@
+import ast
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,9 +18,8 @@ from formats.errors import CorruptError, HostileError, UnsupportedError
 from sharding.errors import HoleError
 from tests import dcp_alone
 from tools.exit_codes import MEANINGS, ExitCode, code_of
-from tools.main import parser
+from tools.main import EXAMPLES, HELPS, parser
 
-COMMANDS = ("ls", "inspect", "verify", "diff", "convert")
 WHOLE = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
 WHOLE += "from ckpt.__main__ import main; sys.exit(main())"
 
@@ -50,12 +51,50 @@ def wide(tmp_path: Path) -> Path:
     return tmp_path / "w.safetensors"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)])
-def test_help_lists_every_exit_code(run, arguments):
+@pytest.mark.parametrize("command", ["", *HELPS])
+def test_help_has_a_description_examples_and_the_exit_codes_of_its_command(run, command):
+    """The fixture `run` compares the codes of all tests of the commands with these."""
+    ended = run(*command.split(), "--help")
+    codes = HELPS[command].every_code if command else set(ExitCode)
+    shown = {code for code, text in MEANINGS.items() if f"{code.value:>3}  {text}" in ended.out}
+    assert (ended.code, shown) == (0, codes)
+    examples = HELPS[command].examples if command else EXAMPLES
+    assert len(examples) == 2
+    for line, effect in examples:  # options and arguments are those of the command
+        assert f"  {line}\n      {effect}\n" in ended.out
+        for part in re.findall(r"ckpt [a-z]+ (?:(?! >)[^()\"]|\([0-9]\))+", line):
+            assert parser().parse_args(shlex.split(part)[1:])
+    assert ended.out.index("\n\n") < ended.out.index("options:")
+
+
+def test_no_text_of_the_product_names_a_page_that_a_wheel_lacks():
+    root = Path(__file__).parents[2]
+    for package in ("ckpt", "formats", "sharding", "tools"):
+        for path in (root / package).rglob("*.py"):
+            tree = ast.parse(path.read_text())
+            texts = {
+                id(node.value)
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            }  # docstrings
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    assert id(node) in texts or not re.search(r"docs/\w+\.md", node.value), path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["lst"], "there is no command 'lst'; did you mean ls?"),
+        (["delete", "x"], "there is no command 'delete'; did you mean rm?"),
+        (["xyzzy"], "there is no command 'xyzzy'; see `ckpt --help`"),
+        (["rm", "x", "--missing_okay"], "--missing_okay; did you mean --missing-ok?"),
+    ],
+)
+def test_a_mistyped_command_or_option_is_told_with_the_nearest(run, arguments, meant):
     ended = run(*arguments)
-    assert ended.code == 0
-    for code, meaning in MEANINGS.items():
-        assert f"{code.value:>3}  {meaning}" in ended.out
+    assert (ended.code, ended.out) == (ExitCode.USAGE, "")
+    assert meant in ended.err
 
 
 def test_every_exit_code_has_a_meaning():
