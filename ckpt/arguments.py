@@ -1,4 +1,10 @@
-"""The values of options, as literal types, and checks of arguments that several calls share."""
+"""The values of options and of the environment, and checks of arguments that several calls share.
+
+The memory budget of loads and conversions is one number for a process: the environment variable
+`CKPT_MEMORY_BUDGET`, or 64 MiB. It covers read buffers, tensors on their way to another dtype or
+device, and messages between ranks, beside the tensors that are filled. A checksummed chunk, and a
+row of a tensor that is cast, are never divided.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,7 @@ from collections.abc import Sequence
 from typing import Literal, NoReturn
 
 from ckpt.errors import ArgumentError, ArgumentTypeError, MisuseError
+from formats.limits import parse_size
 
 __all__ = [
     "CastingRule",
@@ -90,3 +97,38 @@ ckpt.save('runs/step-1', state), not ckpt.save(state, 'runs/step-1')
         f"{call} takes a path or URL and a state: {call}(url, state); the first argument is a "
         f"{type(url).__name__}"
     )
+
+
+VARIABLE = "CKPT_MEMORY_BUDGET"
+DEFAULT_BYTES = 64 << 20
+LEAST_BYTES = 8 << 20
+"""A smaller budget would make reads so small that a load is slow."""
+MOST_BYTES = 1 << 60
+
+
+def memory_budget() -> int:
+    """Returns the budget of the environment in bytes.
+
+    Raises:
+        ArgumentError: the variable's text is not a size, or is too small.
+    """
+    text = os.environ.get(VARIABLE, "").strip()
+    return parsed(text) if text else DEFAULT_BYTES
+
+
+def parsed(text: str) -> int:
+    """Returns the bytes of a size as text. Raises as `memory_budget` does.
+
+    >>> parsed("64MiB"), parsed("100000000")
+    (67108864, 100000000)
+    """
+    try:
+        nbytes = parse_size(text)
+    except ArgumentError:
+        nbytes = 0
+    if not LEAST_BYTES <= nbytes <= MOST_BYTES:
+        raise ArgumentError(
+            f"{VARIABLE} is {text!r}; it is a number of bytes, like 64MiB, 1GB or 100000000, and "
+            f"at least {LEAST_BYTES >> 20}MiB"
+        )
+    return nbytes

@@ -15,8 +15,7 @@ from formats.errors import *  # noqa: F403 - every error has one list, in its ow
 from formats.errors import CorruptError
 from sharding import errors as root_errors
 from sharding.errors import *  # noqa: F403
-from sharding.errors import CkptError, Picklable, listed, mixed_content
-from sharding.url_secrets import without_secrets
+from sharding.errors import CkptError, Picklable, listed, mixed_content, without_secrets
 
 __all__ = [
     "AccessDeniedError",

@@ -20,8 +20,7 @@ import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ckpt.arguments import CastingRule, KindName
-from ckpt.budget import memory_budget
+from ckpt.arguments import CastingRule, KindName, memory_budget
 from ckpt.errors import ReplicasWarning, StateError
 from ckpt.loading.load import Patterns
 from ckpt.match.match import match

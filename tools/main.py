@@ -23,7 +23,7 @@ from typing import Generic, NoReturn, TypeVar
 
 from ckpt.display import printable
 from ckpt.version import __version__
-from sharding.url_secrets import without_secrets
+from sharding.errors import without_secrets
 from tools import completion, convert, diff, gc, inspect, latest, ls, plan, rm, serve, top, verify
 from tools.exit_codes import ExitCode, Help, code_of, epilog
 from tools.options import with_options

@@ -109,7 +109,7 @@ def run(options: Options) -> int:
 
 def _planned(source: Source, target: TargetLayouts, ranks: Sequence[int]) -> list[RankReads]:
     """Returns the reads of these ranks, by the policy that a load has by default."""
-    from ckpt.budget import memory_budget
+    from ckpt.arguments import memory_budget
     from ckpt.plan.load_plan import LoadPolicy, rank_reads
     from ckpt.plan.read_plan import BoxCopies
     from ckpt.transfer.read import ReadPolicy

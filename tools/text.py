@@ -17,7 +17,7 @@ from ckpt.display import printable
 from ckpt.run.retention import Keep
 from ckpt.run.schedule import UNITS, seconds_in
 from formats.limits import parse_size
-from sharding.url_secrets import without_secrets
+from sharding.errors import without_secrets
 
 MAX_SHOWN = 200
 """The most characters of a value that are shown."""

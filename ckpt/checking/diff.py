@@ -42,8 +42,7 @@ from ckpt.transfer.read import RangeReader
 from ckpt.transfer.record_sums import RecordSums
 from formats.catalog import OpaqueValue, TensorRecord, TensorRef, Tree, named_leaves, str_of
 from formats.joined import under
-from sharding.errors import ArgumentError, listed
-from sharding.url_secrets import without_secrets
+from sharding.errors import ArgumentError, listed, without_secrets
 
 __all__ = ["Comparison", "TensorDifference", "ValueDifference", "diff"]
 

@@ -69,9 +69,8 @@ from formats.safetensors.huggingface import with_modules
 from formats.storage import Writer
 from sharding.agreement.call_events import Clock
 from sharding.agreement.ranks import SELF, Ranks
-from sharding.errors import ArgumentError
+from sharding.errors import ArgumentError, without_secrets
 from sharding.kind import Kind
-from sharding.url_secrets import without_secrets
 
 if TYPE_CHECKING:
     from sharding.agreement.ranks import Group

@@ -40,9 +40,8 @@ from formats.native.shard_writer import plan_shard, planned_summary, write_shard
 from formats.outgoing import FilePlan, Outgoing, OutgoingTensor
 from formats.storage import Reader
 from sharding.agreement.ranks import Ranks
-from sharding.errors import ArgumentError
+from sharding.errors import ArgumentError, without_secrets
 from sharding.layout import HoleError, row_major
-from sharding.url_secrets import without_secrets
 
 
 def write_native(

@@ -29,9 +29,8 @@ from formats.detect import ENDINGS
 from formats.errors import FormatError, UnsupportedError
 from formats.outgoing import Outgoing
 from formats.safetensors.file import is_carried
-from sharding.errors import ArgumentError, listed
+from sharding.errors import ArgumentError, listed, without_secrets
 from sharding.kind import Kind
-from sharding.url_secrets import without_secrets
 
 
 class Format(str, Enum):

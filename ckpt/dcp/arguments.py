@@ -1,22 +1,25 @@
-"""The arguments of DCP's functions, and the choice between `ckpt` and torch to serve a call.
+"""The arguments of DCP's functions, its errors, and the choice of `ckpt` or torch to serve a call.
 
 `ckpt.save` or `ckpt.load` serves a call if storage and planner are DCP's defaults or ours. With a
-user's planner, or a ShardedTensor in parts that no layout describes, torch's functions plan and our
-storage reads or writes. With a user's storage class, torch's functions do all of it.
+user's planner, or a ShardedTensor in parts that no layout describes, torch's own code runs. Its
+errors pass through `torch.distributed.checkpoint`, which pickles them between ranks.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ckpt.errors import ArgumentError, ArgumentTypeError
+from ckpt.errors import ArgumentError, ArgumentTypeError, CkptError, RankError
 from sharding.agreement.ranks import Ranks
-from sharding.describe.sharded_tensor import has_layout, is_sharded
+from sharding.describe.dtensor import has_layout, is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -106,3 +109,25 @@ def check_coordinator(rank: int) -> None:
 def taken(**arguments: Any) -> dict[str, Any]:
     """Returns the arguments that were given: older versions of torch lack the newer ones."""
     return {name: value for name, value in arguments.items() if value not in (None, False)}
+
+
+def translated(error: CheckpointException, group: ProcessGroup | None, no_dist: bool) -> CkptError:
+    """Returns this rank's own error, or a RankError with the text of another rank's error."""
+    is_alone = no_dist or not dist.is_initialized()
+    rank = 0 if is_alone else dist.get_rank(group)
+    failed = error.failures
+    own = failed[rank][0] if rank in failed else None
+    if isinstance(own, CkptError):
+        return own
+    first = min(failed)
+    cause = failed[first][0]
+    return RankError(str(error.args[0]), first, type(cause).__name__, str(cause))
+
+
+@contextmanager
+def translated_errors(group: ProcessGroup | None, no_dist: bool) -> Iterator[None]:
+    """Raises errors of this package in the place of torch's CheckpointException in the block."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise translated(error, group, no_dist) from error

@@ -31,9 +31,9 @@ from ckpt.dcp.arguments import (
     state_of,
     storage_of,
     taken,
+    translated_errors,
 )
 from ckpt.dcp.storage_reader import CkptStorageReader
-from ckpt.dcp.torch_errors import translated_errors
 from ckpt.errors import StateError
 from ckpt.loading.load import load_partly
 from ckpt.state.typed_values import like_target

@@ -29,10 +29,11 @@ from ckpt.dcp.arguments import (
     state_of,
     storage_of,
     taken,
+    translated,
+    translated_errors,
 )
 from ckpt.dcp.storage_reader import metadata_of_state
 from ckpt.dcp.storage_writer import CkptStorageWriter, check_collectives
-from ckpt.dcp.torch_errors import translated, translated_errors
 from ckpt.saving.background import SaveHandle
 from ckpt.saving.save import save as _save
 

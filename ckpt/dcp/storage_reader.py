@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ckpt.budget import memory_budget
+from ckpt.arguments import memory_budget
 from ckpt.errors import ArgumentError, StateError
 from ckpt.loading.lazy import Checkpoint
 from ckpt.state.memory import empty_for, is_plain, torch_dtype, will_change

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ckpt.live.protocol import RefusedError, Segment
-from ckpt.stores.local_writer import IO_VECTORS
+from ckpt.stores.local_files import IO_VECTORS
 from ckpt.stores.shared_memory import GENERATION, NO_DATA, is_sealed, mapped
 
 

@@ -42,8 +42,8 @@ from ckpt.transfer.read import read_requests
 from ckpt.transfer.record_sums import Verify, checked_verify
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree, map_tree
 from formats.errors import UnsupportedError
+from sharding.errors import without_secrets
 from sharding.layout import Box, Layout, Piece
-from sharding.url_secrets import without_secrets
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike

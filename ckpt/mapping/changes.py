@@ -13,6 +13,8 @@ Rules:
    key of the training's state, and would make random weights.
 4. A parameter of a mapping that the caller does not give comes from the model's `config.json`: the
    one at `config`, or else the one beside the checkpoint, if it is there.
+5. The mappings that ship are the files of `ckpt/mapping/families`, `MODEL-FROM-TO`, each read in
+   both directions.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Literal, TypeGuard
 
 from ckpt.arguments import check_word
 from ckpt.mapping.apply import Mapped, mapped
-from ckpt.mapping.known import known_mapping
 from ckpt.mapping.model_files import (
     ModelFiles,
     config_in,
@@ -33,15 +35,14 @@ from ckpt.mapping.model_files import (
     read_config,
     read_model_files,
 )
-from ckpt.mapping.rules import Rule, TensorMapping, read_mapping_file
+from ckpt.mapping.rules import Rule, TensorMapping, parse_mapping, read_mapping_file
 from ckpt.mapping.structure import names_of
 from ckpt.match.selection import Selection, map_selected, selected
 from ckpt.opening.sources import Source
 from ckpt.state.saved import Missing, Saved, holds_tensor, nodes_in
 from formats.catalog import Catalog, Key, TensorRef, Tree, join
 from formats.errors import UnsupportedError
-from sharding.errors import ArgumentError
-from sharding.url_secrets import without_secrets
+from sharding.errors import ArgumentError, without_secrets
 
 __all__ = ["read_mapping"]
 
@@ -359,3 +360,43 @@ def _models(tree: Tree) -> Iterator[str]:
 def _is_optimizer(tree: object) -> TypeGuard[dict[Key, Tree]]:
     """Whether a tree is the state dict of an optimizer (rule 2)."""
     return isinstance(tree, dict) and "state" in tree and "param_groups" in tree
+
+
+FAMILIES = files(__package__).joinpath("families")
+
+
+def known_names() -> tuple[str, ...]:
+    """Returns the names of the mappings, both directions of each, sorted."""
+    return tuple(sorted(_names()))
+
+
+def known_mapping(name: str) -> TensorMapping:
+    """Returns the mapping with this name.
+
+    Raises:
+        ArgumentError: no mapping has this name; the message lists them.
+    """
+    found = _names().get(name)
+    if found is None:
+        raise ArgumentError(
+            f"{name!r} is no mapping and no file; the mappings are {', '.join(known_names())}"
+        )
+    file, is_inverse = found
+    text = FAMILIES.joinpath(file).read_text(encoding="utf-8")
+    mapping = parse_mapping(text, file.removesuffix(".toml"))
+    return mapping.inverse(name) if is_inverse else mapping
+
+
+def _names() -> dict[str, tuple[str, bool]]:
+    """Returns the file of each name, and whether the name is that of the inverse.
+
+    `llama-hf-megatron.toml` is also `llama-megatron-hf`.
+    """
+    found: dict[str, tuple[str, bool]] = {}
+    for place in FAMILIES.iterdir():
+        stem, ending = place.name.rpartition(".")[::2]
+        if ending == "toml":
+            model, source, target = stem.split("-")
+            found[stem] = place.name, False
+            found[f"{model}-{target}-{source}"] = place.name, True
+    return found

@@ -36,7 +36,7 @@ from formats.limits import check, current
 from formats.outgoing import FilePlan
 from formats.storage import Reader
 from formats.strict_json import decode_object
-from sharding.url_secrets import without_secrets
+from sharding.errors import without_secrets
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"

@@ -50,8 +50,8 @@ from sharding.describe.describing import (
     part_of,
     state_dict_keys,
 )
+from sharding.describe.dtensor import is_sharded
 from sharding.describe.members import LocalPart, NamedParameter
-from sharding.describe.sharded_tensor import is_sharded
 from sharding.layout import Mesh
 
 EXTRA_STATE = "_extra_state"

@@ -44,8 +44,8 @@ from formats.catalog import Catalog, Key, TensorRef, Tree, join
 from formats.joined import under
 from formats.native.tree import ROOT
 from sharding.describe.describing import TensorLike
+from sharding.describe.dtensor import is_sharded
 from sharding.describe.members import LocalPart
-from sharding.describe.sharded_tensor import is_sharded
 
 Fill = Callable[[TensorLike, str], None]
 """Matches a tensor of the target with the saved tensor of its name."""

@@ -25,7 +25,7 @@ from weakref import WeakSet
 
 from ckpt.errors import BackgroundError
 from ckpt.stores.store import one_spelling
-from sharding.url_secrets import without_secrets
+from sharding.errors import without_secrets
 
 
 class InFlight(Protocol):

@@ -38,8 +38,7 @@ from formats.detect import (
 from formats.errors import CorruptError, ForeignFileError, FormatError
 from formats.limits import check, current
 from formats.native.manifest import MANIFEST
-from sharding.errors import listed
-from sharding.url_secrets import without_secrets
+from sharding.errors import listed, without_secrets
 
 SHOWN_NAMES = 8
 

@@ -30,9 +30,8 @@ from ckpt.errors import (
     SaveFailedWarning,
     StoreError,
 )
-from ckpt.loading.agreement import LoadOptions
 from ckpt.loading.fallback import load_or_older
-from ckpt.loading.load import Patterns, load_once, load_options
+from ckpt.loading.load import LoadOptions, Patterns, load_once, load_options
 from ckpt.mapping.changes import MappingName
 from ckpt.run.exchange import RunRanks
 from ckpt.run.failures import Failures, OnFailure
@@ -58,7 +57,7 @@ from ckpt.transfer.replica_hashes import Replicas
 from ckpt.transfer.write_job import Compress
 from sharding.agreement.channel import TIMEOUT_SECONDS
 from sharding.agreement.ranks import Ranks
-from sharding.url_secrets import without_secrets
+from sharding.errors import without_secrets
 
 if TYPE_CHECKING:
     from sharding.agreement.ranks import Group

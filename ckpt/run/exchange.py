@@ -27,8 +27,7 @@ from ckpt.stores.store import Options, join_url, open_store
 from formats.detect import folder_format
 from formats.native.manifest import MANIFEST
 from sharding.agreement.ranks import Ranks, result_or_error
-from sharding.errors import ArgumentError
-from sharding.url_secrets import without_secrets
+from sharding.errors import ArgumentError, without_secrets
 
 if TYPE_CHECKING:
     from ckpt.live.publish import LiveState

@@ -31,8 +31,7 @@ from ckpt.stores.store import Options, open_store
 from ckpt.transfer.facts import Checkpoints
 from formats.detect import folder_format
 from formats.native.manifest import NONFINITE
-from sharding.errors import ArgumentError, ArgumentTypeError, listed
-from sharding.url_secrets import without_secrets
+from sharding.errors import ArgumentError, ArgumentTypeError, listed, without_secrets
 
 __all__ = ["RunStep", "run_steps"]
 

@@ -29,8 +29,7 @@ from ckpt.removing.gc import remove_marked
 from ckpt.run.retention import Keep
 from ckpt.step_names import folder_name, step_of
 from ckpt.stores.store import join_url, local_path, one_spelling
-from sharding.errors import ArgumentError
-from sharding.url_secrets import without_secrets
+from sharding.errors import ArgumentError, without_secrets
 
 HOSTS = "hosts"
 """The key of a local checkpoint's metadata for the URL of the run and the ranks on each host."""

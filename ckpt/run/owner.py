@@ -32,8 +32,7 @@ from ckpt.loading.newest import seconds_of
 from ckpt.run.provenance import COMMAND_CHARS, host_name
 from ckpt.stores.store import Options, Store, open_store
 from formats.errors import FormatError
-from sharding.errors import ArgumentError
-from sharding.url_secrets import without_secrets
+from sharding.errors import ArgumentError, without_secrets
 
 _FILE = re.compile(r"owner-(\d{1,18})\.json")
 MOST_BYTES = 1 << 16

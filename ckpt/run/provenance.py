@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from sharding.url_secrets import without_secrets
+from sharding.errors import without_secrets
 
 COMMAND_CHARS = 1000
 """Longer command lines are cut: the manifest's first 4 KiB hold this text."""

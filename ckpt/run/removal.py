@@ -29,7 +29,7 @@ from ckpt.transfer.bases import base_files, borrowers_among, borrowing, check_re
 from ckpt.transfer.facts import Checkpoints, checkpoints_in, write_index
 from formats.errors import FormatError
 from formats.native.manifest import MANIFEST, load, read_manifest
-from sharding.url_secrets import without_secrets
+from sharding.errors import without_secrets
 
 Look = Callable[[Collection[str] | None], object]
 """Looks for another owner of the folder, by the names in it if they are known."""

@@ -54,9 +54,8 @@ from formats.native.manifest import (
 from formats.native.shard import ShardSummary
 from sharding.agreement.participant import ENDED, LATE
 from sharding.agreement.ranks import HASH_BITS, Ranks, result_or_error
-from sharding.errors import ArgumentError, ArgumentTypeError
+from sharding.errors import ArgumentError, ArgumentTypeError, without_secrets
 from sharding.layout import Mesh
-from sharding.url_secrets import without_secrets
 
 if TYPE_CHECKING:
     from ckpt.mapping.casts import Casts

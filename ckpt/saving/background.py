@@ -30,7 +30,7 @@ from formats.native.manifest import STAGED_SECONDS
 from formats.native.shard import Progress, ShardSummary
 from sharding.agreement.call_events import Clock
 from sharding.agreement.ranks import Ranks, result_or_error
-from sharding.url_secrets import without_secrets
+from sharding.errors import without_secrets
 
 __all__ = ["SaveHandle", "Saved"]
 

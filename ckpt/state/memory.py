@@ -26,8 +26,8 @@ from torch.autograd.graph import increment_version
 from formats.catalog import TensorRecord
 from formats.dtypes import DType
 from formats.errors import UnsupportedError
+from sharding.describe.dtensor import is_sharded
 from sharding.describe.members import LocalPart
-from sharding.describe.sharded_tensor import is_sharded
 from sharding.errors import ArgumentTypeError
 
 _AS_THEY_ARE = frozenset(

@@ -53,8 +53,8 @@ from sharding.describe.describing import (
     flat_members,
     is_divided,
 )
+from sharding.describe.dtensor import is_sharded
 from sharding.describe.members import FLAT_PARAMETERS, LocalPart, NamedParameter
-from sharding.describe.sharded_tensor import is_sharded
 
 STEP = "step"
 """The one entry of an optimizer's state that is never placed like its parameter."""

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ckpt.errors import StateError
 from ckpt.state.subclass_state import is_composed
 from sharding.describe.dtensor import ORDINARY as ORDINARY
-from sharding.describe.sharded_tensor import is_sharded
+from sharding.describe.dtensor import is_sharded
 
 _PYTHON = torch._C.DispatchKey.Python
 _FAKE = torch._C._TorchDispatchModeKey.FAKE

@@ -27,7 +27,7 @@ from ckpt.stores.driver import (
 )
 from ckpt.stores.retries import ErrorClass
 from formats.storage import Buffer, FileWriter
-from sharding.url_secrets import without_secrets
+from sharding.errors import without_secrets
 
 READ_ONLY = {"http", "https"}
 """Protocols without writes."""

@@ -30,8 +30,7 @@ from pathlib import Path
 
 from ckpt.errors import ExistsError, StoreError
 from ckpt.stores.driver import Start, StoreCapabilities, Unfinished
-from ckpt.stores.local_writer import IO_VECTORS, LocalFileWriter, close_descriptor
-from ckpt.stores.open_files import OpenFiles
+from ckpt.stores.local_files import IO_VECTORS, LocalFileWriter, OpenFiles, close_descriptor
 from ckpt.stores.request_errors import UnflushedError, disk_error, explained_on_disk
 from formats.detect import is_shard
 from formats.errors import CorruptError, SizeError, TooLargeError

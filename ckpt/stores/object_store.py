@@ -27,7 +27,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from ckpt.budget import memory_budget
+from ckpt.arguments import memory_budget
 from ckpt.errors import ExistsError, ReplacedError, StoreError
 from ckpt.stores.driver import (
     MultipartDriver,
@@ -51,7 +51,7 @@ from formats.storage import (
     FileWriter,
 )
 from formats.threads import Pool
-from sharding.url_secrets import cause_without_secrets, without_secrets
+from sharding.errors import cause_without_secrets, without_secrets
 
 T = TypeVar("T")
 

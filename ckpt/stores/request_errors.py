@@ -11,7 +11,7 @@ from errno import ENOENT
 from ckpt.errors import AccessDeniedError, CkptError, ExistsError, StoreError
 from ckpt.stores.retries import VARIABLE, ErrorClass
 from formats.errors import CorruptError
-from sharding.url_secrets import without_secrets
+from sharding.errors import without_secrets
 
 
 class UnsupportedRequestError(StoreError):

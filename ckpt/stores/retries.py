@@ -28,8 +28,7 @@ from warnings import warn
 
 from ckpt.errors import WireWarning
 from sharding.agreement.call_events import count_reread
-from sharding.errors import ArgumentError
-from sharding.url_secrets import without_secrets
+from sharding.errors import ArgumentError, without_secrets
 
 T = TypeVar("T")
 

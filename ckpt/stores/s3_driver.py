@@ -33,8 +33,7 @@ from ckpt.stores.driver import (
     in_loop,
 )
 from ckpt.stores.retries import ErrorClass
-from sharding.errors import ArgumentError
-from sharding.url_secrets import without_secrets
+from sharding.errors import ArgumentError, without_secrets
 
 T = TypeVar("T")
 

@@ -39,8 +39,7 @@ from ckpt.stores.http_client import (
 from ckpt.stores.retries import OverNetwork
 from formats.errors import CorruptError, GoneError, SizeError, TooLargeError
 from formats.storage import BESIDE, REMOTE_READ_BYTES, FileWriter
-from sharding.errors import ArgumentError
-from sharding.url_secrets import without_secrets
+from sharding.errors import ArgumentError, without_secrets
 
 
 class ReadOnlyStore(OverNetwork):

@@ -29,8 +29,7 @@ from ckpt.stores.driver import Start, StoreCapabilities, Unfinished
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.request_errors import explained_on_disk
 from formats.storage import FileWriter, Reader
-from sharding.errors import ArgumentError
-from sharding.url_secrets import cause_without_secrets, without_secrets
+from sharding.errors import ArgumentError, cause_without_secrets, without_secrets
 
 if TYPE_CHECKING:
     from ckpt.stores.driver import ObjectInfo

@@ -24,8 +24,7 @@ from formats.errors import CorruptError
 from formats.native.borrowed import kept
 from formats.native.manifest import Base, read_manifest
 from formats.native.reader import Lender
-from sharding.errors import ArgumentError, listed
-from sharding.url_secrets import without_secrets
+from sharding.errors import ArgumentError, listed, without_secrets
 
 SHOWN_NAMES = 5
 _STEP = re.compile(r"step-(\d{1,18})")

@@ -26,7 +26,7 @@ from functools import partial
 from mmap import mmap
 from typing import Generic, TypeVar
 
-from ckpt.budget import memory_budget
+from ckpt.arguments import memory_budget
 from ckpt.plan.copy_plan import CopySource, CopyUnit, Span, TensorRun, packed_pieces, units_of
 from ckpt.plan.read_plan import requests_for
 from ckpt.transfer.read import FAR_WORKERS, THREAD_BYTES, RangeReader, ReadPolicy, workers_for

@@ -33,7 +33,7 @@ import xxhash
 
 from ckpt.errors import StoreError
 from ckpt.plan.copy_plan import CopyUnit
-from ckpt.stores.local_writer import LocalFileWriter, joined_file
+from ckpt.stores.local_files import LocalFileWriter, joined_file
 from ckpt.transfer.copy_files import SPAN_BYTES, FileCopier
 from formats.outgoing import FilePlan, Late, OutgoingTensor, Part, length_of
 from formats.storage import FileWriter, Writer

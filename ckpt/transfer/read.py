@@ -19,7 +19,7 @@ and copies bytes from scratch memory that could not be read directly into their 
 Rules:
 
 1. A chunk is verified before its bytes are used, or by another rank that reads the same memory
-   (`ckpt.plan.check_shares`). A record with one checksum for all its bytes
+   (`ckpt.plan.load_plan`). A record with one checksum for all its bytes
    is verified when its last byte is read (`ckpt.transfer.record_sums`).
 2. Files are read in ascending order. A local file is read in parts that stay in the cache until
    they are verified. A server takes time to answer, so its files are read in large parts.
@@ -41,8 +41,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import xxhash
 
-from ckpt.budget import memory_budget
-from ckpt.plan.check_shares import NOTHING_SHARED, CheckShare
+from ckpt.arguments import memory_budget
+from ckpt.plan.load_plan import NOTHING_SHARED, CheckShare
 from ckpt.plan.read_plan import NOWHERE, ByteRange, Limits, ReadRequest, byte_ranges_of, groups_of
 from ckpt.transfer.record_sums import Part, RecordSums, Verify, changed
 from formats.catalog import Chunk, Extent

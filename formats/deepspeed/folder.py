@@ -4,7 +4,8 @@
     global_step5/mp_rank_00_model_states.pt           stages 0 to 2: the module, and values
     global_step5/zero_pp_rank_1_mp_rank_00_model_states.pt    stage 3: the part of rank 1
     global_step5/zero_pp_rank_1_mp_rank_00_optim_states.pt    the optimizer of rank 1
-    global_step5_universal/zero/<parameter>/fp32.pt   Universal: a file for each state
+    global_step5_universal/zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt     Universal
+    global_step5_universal/zero/optimizer_state.pt    options of groups and other values
 
 Rules:
 
@@ -16,37 +17,49 @@ Rules:
 3. Each tensor-parallel rank (`mp_rank`) stores parts of tensors, and no file says how they join.
    Only Universal checkpoints, which DeepSpeed joins, are read then.
 
-The layout is that of deepspeed/runtime/engine.py and deepspeed/utils/zero_to_fp32.py. Old names of
+4. A file of Universal is a dict with the whole tensor at `param`, or the tensor. The tensor may be
+   flat: then the model's file has its shape. Other entries of the dict tell DeepSpeed how to divide
+   it for tensor-parallel ranks.
+
+The layout is that of deepspeed/runtime/engine.py, deepspeed/utils/zero_to_fp32.py and
+deepspeed/checkpoint/ds_to_universal.py. Old names of
 files, and the prefixes `bf16_` and `fp16_`, are read too.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from formats.catalog import Catalog, FileRecord, TensorRecord, TensorRef, Tree
-from formats.deepspeed.universal import universal_states
 from formats.deepspeed.zero import (
+    STATES,
     File,
     FlatPieces,
     Line,
     Nested,
+    Shapes,
     States,
+    belongs_to_all,
     dict_of,
     groups_of,
     opened,
+    option_groups,
+    other_values,
     segment,
     shapes_of,
     zero_states,
 )
-from formats.errors import CorruptError, FormatError, UnsupportedError
+from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 from formats.joined import below
+from formats.limits import applied, current
 from formats.pickles.records import StoredTensor
 from formats.pickles.tree import Nest
 from formats.storage import Reader
+from formats.threads import Pool
+from sharding.layout import row_major
 
 LATEST = ("latest", "latest_universal")
 """Files with the name of the newest folder."""
@@ -306,3 +319,120 @@ class _Step:
 def _is_empty(value: object) -> bool:
     """Whether a value stands for a parameter that the ranks have in parts."""
     return isinstance(value, StoredTensor) and value.shape == (0,)
+
+
+FOLDER = "zero"
+STATE_OF_RANK = STATES[1]
+WEIGHTS = "fp32"
+GROUPS = f"{FOLDER}/optimizer_state.pt"
+THREADS = 16
+"""Files that are opened at once: on a server each takes a few requests."""
+
+
+def universal_states(
+    reader: Reader,
+    nest: Nest,
+    models: Sequence[Sequence[Shapes]],
+    shared: Mapping[object, object],
+) -> tuple[States, dict[str, int]]:
+    """Returns the states, and the sizes of their files.
+
+    `models` has the groups of parameters in each file of a model. `shared` has the names of
+    parameters that are stored under another one; DeepSpeed also stores them as they compute.
+
+    Raises:
+        CorruptError: the weights of a parameter are missing.
+        FormatError: a file has another content.
+    """
+    shapes = {name: shape for groups in models for group in groups for name, shape in group.items()}
+    entries = [entry.removesuffix("/") for entry in reader.entries(FOLDER) if entry.endswith("/")]
+    names = [name for name in dict.fromkeys((*shapes, *entries)) if name not in shared]
+    if lost := set(shapes) - set(entries):
+        raise CorruptError(
+            f"{reader.url}/{FOLDER}: there is no folder of the parameter {min(lost)!r:.200}, and "
+            f"{len(lost) - 1} others are missing; copy them too"
+        )
+    found, sizes, limits = States(), {}, current()
+
+    def opened_files(name: str) -> dict[str, File]:
+        with applied(limits):  # a thread has none of its own
+            return _parameter_files(reader, name)
+
+    with Pool(THREADS) as pool:
+        for name, files in zip(names, pool.map(opened_files, names), strict=True):
+            found.state[name] = {}
+            for key, file in files.items():
+                sizes[file.name] = file.size
+                _add(nest, file, name, key, shapes.get(name), found)
+            if name not in found.fp32:
+                raise CorruptError(f"{FOLDER}/{name}: the file {WEIGHTS}.pt is missing")
+    if GROUPS.partition("/")[2] in reader.entries(FOLDER):
+        file = opened(reader, GROUPS)
+        nest.grow(file.pickle_bytes)
+        sizes[file.name] = file.size
+        members = [
+            [name for groups in models for name in (groups[at] if at < len(groups) else ())]
+            for at in range(max(map(len, models)))
+        ]
+        options = file.items(file.part(), "param_groups")
+        found.groups.extend(option_groups(nest, file, options, members))
+        found.values.update(other_values(nest, file, file.part()))
+        _add_common_state(nest, file, members, found)
+        found.own_steps()
+    return found, sizes
+
+
+def _add_common_state(
+    nest: Nest, file: File, members: Sequence[Sequence[str]], found: States
+) -> None:
+    """Adds the state that all parameters of a group share, such as the step.
+
+    Of ZeRO-3 it lies in the optimizer's state of rank 0, by the numbers of the groups. The tensors
+    beside it there are rank 0's partitions, which the files of the parameters have as a whole.
+    """
+    base = file.part().get(STATE_OF_RANK)
+    if not isinstance(base, dict):
+        return
+    groups = [each for each in file.items(base, "param_groups") if isinstance(each, dict)]
+    numbers = [number for group in groups for number in file.items(group, "params")]
+    states = base.get("state")
+    for names, number in zip(members, numbers, strict=False):
+        state = states.get(number) if isinstance(states, dict) and type(number) is int else None
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if not belongs_to_all([value]):
+                continue
+            for name in names:
+                if found.state.get(name) and key not in found.state[name]:
+                    path = ("optimizer", "state", name, key)
+                    found.state[name][key] = nest.tree(value, path, file.archive)
+
+
+def _parameter_files(reader: Reader, name: str) -> dict[str, File]:
+    """Opens the files of one parameter, by the keys of their states."""
+    if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
+        raise HostileError(f"{FOLDER}: {name!r:.200} is no name of a folder")
+    folder = f"{FOLDER}/{name}"
+    return {
+        entry.removesuffix(".pt"): opened(reader, f"{folder}/{entry}")
+        for entry in reader.entries(folder)
+        if entry.endswith(".pt")
+    }
+
+
+def _add(
+    nest: Nest, file: File, name: str, key: str, shape: tuple[int, ...] | None, found: States
+) -> None:
+    """Adds one state of a parameter."""
+    nest.grow(file.pickle_bytes)
+    value = file.content
+    if isinstance(value, dict):
+        value = value.get("param")
+    if isinstance(value, StoredTensor) and shape is not None and len(value.shape) == 1:
+        is_flat = value.shape == (prod(shape),) and value.strides == (1,)
+        value = replace(value, shape=shape, strides=row_major(shape)) if is_flat else value
+    path = ("fp32", name) if key == WEIGHTS else ("optimizer", "state", name, key)
+    tree: Tree = nest.tree(value, path, file.archive)
+    if key == WEIGHTS:
+        found.fp32[name] = tree
+    else:
+        found.state[name][key] = tree

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sharding.describe import dtensor, sharded_tensor, torch_fsdp
+from sharding.describe import dtensor, torch_fsdp
 from sharding.describe.members import WRAPPERS as WRAPPERS
 from sharding.describe.members import CleanNames as CleanNames
 from sharding.describe.members import FlatMember as FlatMember
@@ -60,8 +60,8 @@ def describe(tensor: TensorLike, name: str, world: Mesh) -> tuple[torch.Tensor, 
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         check_holds(name, tensor.local, tensor.layout, rank)
         return tensor.local, tensor.layout
-    if type(tensor) not in dtensor.ORDINARY and sharded_tensor.is_sharded(tensor):
-        return sharded_tensor.describe(tensor, name)
+    if type(tensor) not in dtensor.ORDINARY and dtensor.is_sharded(tensor):
+        return dtensor.describe_sharded_tensor(tensor, name)
     return dtensor.describe(tensor, name, world)
 
 

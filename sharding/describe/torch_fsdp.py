@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sharding.describe import dtensor, sharded_tensor
+from sharding.describe import dtensor
 from sharding.describe.dtensor import Grids, check_divides_evenly
 from sharding.describe.members import CleanNames, FlatMember, FlatSlice, check_numel, names_in
 from sharding.errors import LocalShapeError, ShardingError, UnknownPlacementError
@@ -259,7 +259,7 @@ def _shard(key: str, value: object, handle: FlatParamHandle) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise LocalShapeError(f"{key}: rank {rank} has a {type(value).__name__}, not a tensor")
     shard, begin = value, at
-    if sharded_tensor.is_sharded(value):
+    if dtensor.is_sharded(value):
         shards = value.local_shards()
         shard = shards[0].tensor if shards else torch.empty(0, dtype=flat.dtype, device=flat.device)
         begin = shards[0].metadata.shard_offsets[0] if shards else at

@@ -28,13 +28,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from sharding.describe.dtensor import check_gathers, hybrid_grid
-from sharding.device_rules import (
-    check_one_device,
-    check_trainable_on,
-    compute_device,
-    device_given,
-    warn_of_host_memory,
-)
 from sharding.discovery import FreeParameter, borrowed_param_group, free_parameters
 from sharding.engine.composition import HybridGroups, ShardGroup
 from sharding.engine.flat_param_group import CommHook, FlatForm, FlatParamGroup, flat_param_groups
@@ -45,15 +38,20 @@ from sharding.engine.parameter import Parameter, Precision, local_of
 from sharding.engine.runtime import attach, runtime_of
 from sharding.engine.unit import UNIT, Unit, UnitPolicy, mapped, units_of
 from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError
-from sharding.fsdp1.wrap_plan import auto_wrap, planned
-from sharding.group_references import release_with_groups
-from sharding.materialize import (
+from sharding.fsdp1.materialize import (
     broadcast_states,
+    check_one_device,
     check_reachable,
     check_states,
+    check_trainable_on,
+    compute_device,
+    device_given,
     materialize,
     own_modules,
+    warn_of_host_memory,
 )
+from sharding.fsdp1.wrap_plan import auto_wrap, planned
+from sharding.group_references import release_with_groups
 from sharding.policies import BackwardPrefetch, MixedPrecision, ShardingStrategy, StateDictSettings
 from sharding.state_dict_settings import default_settings
 from sharding.torch_versions import root_mesh

@@ -39,11 +39,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from sharding.agreement.ranks import Ranks
 from sharding.describe.describing import describe
-from sharding.describe.dtensor import cut
+from sharding.describe.dtensor import cut, is_sharded
 from sharding.describe.local_state_dicts import OwnKeys
 from sharding.describe.members import check_source, state_key
 from sharding.describe.own_members import slices_of
-from sharding.describe.sharded_tensor import is_sharded
 from sharding.engine.flat_param_group import FlatParamGroup
 from sharding.engine.parameter import Parameter, as_dtensor, local_of, shard_in_front
 from sharding.errors import ShardingError

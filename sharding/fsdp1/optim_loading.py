@@ -32,9 +32,8 @@ from torch.optim import Optimizer
 
 from sharding.agreement.ranks import Ranks
 from sharding.describe.describing import describe
-from sharding.describe.dtensor import zeros_placed_like
+from sharding.describe.dtensor import is_sharded, zeros_placed_like
 from sharding.describe.members import FlatSlice, LocalPart, NamedParameter, check_source
-from sharding.describe.sharded_tensor import is_sharded
 from sharding.errors import ArgumentError, OptimizerMismatchError
 from sharding.fsdp1.optim_keys import (
     ModelNames,

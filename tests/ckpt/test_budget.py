@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.budget import DEFAULT_BYTES, LEAST_BYTES, VARIABLE, memory_budget, parsed
+from ckpt.arguments import DEFAULT_BYTES, LEAST_BYTES, VARIABLE, memory_budget, parsed
 
 
 @given(count=st.integers(9, 1 << 20), unit=st.sampled_from(["MiB", "GiB", " MiB", "MB", "G"]))

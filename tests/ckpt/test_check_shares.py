@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from ckpt.opening.sources import Source, open_source
-from ckpt.plan.check_shares import NOTHING_SHARED, CheckShare, check_share
-from ckpt.plan.load_plan import LoadItem
+from ckpt.plan.load_plan import NOTHING_SHARED, CheckShare, LoadItem, check_share
 from ckpt.plan.read_plan import requests_for
 from ckpt.transfer.read import ReadPolicy, bytes_of, read_requests
 from formats.errors import CorruptError

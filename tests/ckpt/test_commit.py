@@ -21,7 +21,7 @@ import ckpt
 from ckpt.stores.local_store import LocalStore
 
 CALLS = ("open", "writev", "pwrite", "fsync", "close", "link", "replace", "unlink")
-LOCAL = ("ckpt.stores.local_store", "ckpt.stores.local_writer", "ckpt.stores.open_files")
+LOCAL = ("ckpt.stores.local_store", "ckpt.stores.local_files", "ckpt.stores.local_files")
 """The modules that make them."""
 DIED = 9
 
@@ -142,7 +142,7 @@ class FullDisk:
 
 def save_to_a_full_disk(folder: str, full_rank: int, room_bytes: int) -> str:
     """The name of what this rank's save raises when one rank's disk is full."""
-    writer: Any = import_module("ckpt.stores.local_writer")
+    writer: Any = import_module("ckpt.stores.local_files")
     if dist.get_rank() == full_rank:
         writer.os = FullDisk(room_bytes)
     note = {"note": "long" * 1000}  # a manifest that needs some room

@@ -31,7 +31,7 @@ INTERNAL = {
 BUILT_IN = {
     ("ckpt/__init__.py", "AttributeError"): "Python's protocol of module attributes",
     ("ckpt/dcp/__init__.py", "AttributeError"): "Python's protocol of module attributes",
-    ("ckpt/integrations/optional.py", "ModuleNotFoundError"): "Python's own, with a command added",
+    ("ckpt/integrations/common.py", "ModuleNotFoundError"): "Python's own, with a command added",
     ("sharding/__init__.py", "AttributeError"): "Python's protocol of module attributes",
     ("ckpt/_neighbours.py", "ImportError"): "raised before the packages can be imported",
     ("sharding/supported.py", "ImportError"): "raised before the packages can be imported",
@@ -48,7 +48,7 @@ BUILT_IN = {
     ("ckpt/live/store.py", "FileNotFoundError"): "as of a disk; the reader explains it",
     ("ckpt/stores/served_store.py", "FileNotFoundError"): "as of a disk; the reader explains it",
     ("ckpt/stores/local_store.py", "FileExistsError"): "becomes an ExistsError in the same file",
-    ("ckpt/stores/open_files.py", "FileNotFoundError"): "as of a disk; the reader explains it",
+    ("ckpt/stores/local_files.py", "FileNotFoundError"): "as of a disk; the reader explains it",
     ("ckpt/stores/s3_driver.py", "OSError"): "a driver's; the store explains it",
     ("ckpt/stores/uploads.py", "OSError"): "an upload's; the store explains it",
     (

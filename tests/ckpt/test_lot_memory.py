@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 import ckpt
-from ckpt.budget import LEAST_BYTES, VARIABLE
+from ckpt.arguments import LEAST_BYTES, VARIABLE
 from tests.stores.server import Server
 
 Options = Mapping[str, Any]

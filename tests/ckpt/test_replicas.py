@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import ckpt
-from ckpt.budget import VARIABLE
+from ckpt.arguments import VARIABLE
 from ckpt.plan.load_plan import divided
 from sharding import layout as algebra
 from sharding.layout import FlatShard, Layout, Mesh

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckpt
-from ckpt.budget import LEAST_BYTES, VARIABLE
+from ckpt.arguments import LEAST_BYTES, VARIABLE
 from ckpt.stores.store import open_store
 from formats.dtypes import DTYPES
 from formats.errors import FormatError

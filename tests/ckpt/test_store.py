@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from ckpt.errors import ExistsError
+from ckpt.stores.local_files import OPEN_FILES
 from ckpt.stores.local_store import NO_HARD_LINKS, LocalStore
-from ckpt.stores.open_files import OPEN_FILES
 from formats.errors import CorruptError
 from tests.stores.contents import content_of, fail_to_put, put
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from ckpt.budget import memory_budget
+from ckpt.arguments import memory_budget
 from ckpt.plan.read_plan import (
     MAX_GROUP,
     BoxCopies,

@@ -13,7 +13,7 @@ import ckpt
 from ckpt.errors import BackgroundError, FallbackWarning
 from ckpt.stores.retries import ErrorClass, RetryPolicy
 from ckpt.stores.store import open_store
-from sharding.url_secrets import without_secrets
+from sharding.errors import without_secrets
 from tests.stores.child import HOST, free_ports
 from tools.main import main
 

@@ -30,7 +30,7 @@ LATE = (
         "formats.native.reader",
     ),
     *("formats.native.codec", "formats.native.manifest", "ckpt.checking.verify_native"),
-    *("ckpt.checking.verify_zip", "ckpt.checking.verify"),
+    *("ckpt.checking.verify", "ckpt.checking.verify"),
 )
 """What is imported when it is first needed, and has to be instrumented."""
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from ckpt.integrations.optional import needs
+from ckpt.integrations.common import needs
 
 
 @pytest.mark.parametrize("package", ["accelerate", "lightning", "peft", "transformers"])

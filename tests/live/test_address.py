@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckpt.errors import ArgumentError
 from ckpt.stores.addresses import MOST_VERSION, NAME, LiveUrl, is_live, parse, version_of
-from sharding.url_secrets import without_secrets
+from sharding.errors import without_secrets
 
 NAMES = st.from_regex(NAME, fullmatch=True)
 TOKENS = st.text(min_size=1).filter(lambda text: text.isprintable())

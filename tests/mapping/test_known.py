@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt
-from ckpt.mapping.known import known_mapping, known_names
+from ckpt.mapping.changes import known_mapping, known_names
 from ckpt.mapping.rules import Rule, TensorMapping, parse_mapping
 from sharding.errors import ArgumentError
 

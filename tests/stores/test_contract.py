@@ -15,7 +15,7 @@ import pytest
 
 from ckpt.errors import ExistsError
 from ckpt.removing.progress_files import Watch
-from ckpt.stores.local_writer import IO_VECTORS
+from ckpt.stores.local_files import IO_VECTORS
 from ckpt.stores.store import Store, is_file, split_url
 from formats.errors import CorruptError, HostileError
 from formats.storage import BESIDE

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.budget import memory_budget
+from ckpt.arguments import memory_budget
 from ckpt.converting.layouts import PlacementRule, TargetLayouts, parsed_mesh
 from ckpt.display import size
 from ckpt.opening.sources import open_source

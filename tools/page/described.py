@@ -20,8 +20,8 @@ from formats.catalog import (
     str_of,
 )
 from formats.detect import is_shard
+from sharding.errors import without_secrets
 from sharding.layout import FlatShard, Layout, Mesh, Only, Placement, Replicate, Shard, StridedShard
-from sharding.url_secrets import without_secrets
 
 if TYPE_CHECKING:
     from ckpt.checking.diff import Comparison

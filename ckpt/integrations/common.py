@@ -1,13 +1,34 @@
-"""Removes checkpoints of ckpt and of the libraries that it is integrated with."""
+"""Parts of several integrations: the error for a missing package, and removal of checkpoints."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import ckpt
 from ckpt.errors import CorruptError, NotACheckpointError
 from ckpt.transfer.bases import check_unused
+
+
+@contextmanager
+def needs(package: str, distribution: str = "") -> Iterator[None]:
+    """Adds the command that installs `package` to errors of imports in the block.
+
+    `distribution` is its name in the package index, if that is another one. Raises
+    ModuleNotFoundError, as without the block.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != package:
+            raise
+        raise ModuleNotFoundError(
+            f"ckpt.integrations.{package} needs the package {package}, which is not installed: "
+            f"pip install {distribution or package}",
+            name=error.name,
+        ) from error
 
 
 def remove(path: str | os.PathLike[str]) -> None:
