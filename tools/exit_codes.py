@@ -31,8 +31,8 @@ class ExitCode(IntEnum):
 
 
 MEANINGS = {
-    ExitCode.FINE: "done; for verify: sound; for diff: no difference",
-    ExitCode.DIFFERENT: "verify found damage, diff found a difference",
+    ExitCode.FINE: "done; verify: sound; diff: no difference; doctor: each promise holds",
+    ExitCode.DIFFERENT: "verify found damage, diff a difference, doctor a promise that fails",
     ExitCode.USAGE: "wrong arguments",
     ExitCode.NOT_A_CHECKPOINT: "there is no checkpoint at the path or URL",
     ExitCode.DAMAGED: "a damaged or hostile file was met",

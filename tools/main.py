@@ -24,7 +24,21 @@ from typing import Generic, NoReturn, TypeVar
 from ckpt.display import printable
 from ckpt.version import __version__
 from sharding.errors import without_secrets
-from tools import completion, convert, diff, gc, inspect, latest, ls, plan, rm, serve, top, verify
+from tools import (
+    completion,
+    convert,
+    diff,
+    doctor,
+    gc,
+    inspect,
+    latest,
+    ls,
+    plan,
+    rm,
+    serve,
+    top,
+    verify,
+)
 from tools.exit_codes import ExitCode, Help, code_of, epilog
 from tools.options import with_options
 from tools.progress import note_of_a_wait
@@ -56,6 +70,7 @@ GUESSES = {
     "delete": "rm",
     "remove": "rm",
     "clean": "gc",
+    "probe": "doctor",
     "prune": "gc",
 }
 """Commands that people try by other names."""
@@ -138,6 +153,7 @@ _COMMANDS = (
     _Command("latest", latest.HELP, latest.Options, latest.add_arguments, latest.run),
     _Command("rm", rm.HELP, rm.Options, rm.add_arguments, rm.run),
     _Command("gc", gc.HELP, gc.Options, gc.add_arguments, gc.run),
+    _Command("doctor", doctor.HELP, doctor.Options, doctor.add_arguments, doctor.run),
     _Command(
         "completion", completion.HELP, completion.Options, completion.add_arguments, completion.run
     ),

@@ -234,7 +234,8 @@ class AzureDriver(Session):
         if not isinstance(error, exceptions.HttpResponseError):
             is_stale = isinstance(error, exceptions.ClientAuthenticationError)
             return ErrorClass.STALE if is_stale else ErrorClass.LASTING
-        code, status = str(getattr(error, "error_code", "") or ""), error.status_code or 0
+        told, status = getattr(error, "error_code", "") or "", error.status_code or 0
+        code = str(getattr(told, "value", told))  # a member of an enum, if the client knows it
         if code.endswith(("ContainerNotFound", "ContainerBeingDeleted")):
             return ErrorClass.NO_BUCKET
         if code.endswith(("BlobArchived", "BlobBeingRehydrated")):

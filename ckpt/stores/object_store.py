@@ -102,6 +102,16 @@ class ObjectStore(OverNetwork):
         return without_secrets(self.url)
 
     @property
+    def driver(self) -> MultipartDriver | StreamDriver:
+        """The driver, whose single requests `request` sends."""
+        return self._driver
+
+    def request(self, doing: str, name: str, action: Callable[[str], T]) -> T:
+        """Returns the result of `action` for the driver's path of a file, with retries (rule 1)."""
+        path = self._path(name) if name else self._root
+        return self._try(doing, name, lambda: action(path))
+
+    @property
     def capabilities(self) -> StoreCapabilities:
         """The guarantees of this store, as far as they are known."""
         claimed = self._driver.capabilities

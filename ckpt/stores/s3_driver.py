@@ -74,6 +74,12 @@ _REFUSED = {
 _UNTOLD = (301, 307, 400, 401, 403, 507)
 """The statuses of refusals. The answer to a HEAD has no body that tells the reason."""
 _UNSUPPORTED = ("501", "NotImplemented")
+_SETTINGS = {
+    "versioning": ("get_bucket_versioning", ""),
+    "object lock": ("get_object_lock_configuration", "ObjectLockConfigurationNotFoundError"),
+    "lifecycle": ("get_bucket_lifecycle_configuration", "NoSuchLifecycleConfiguration"),
+}
+"""The settings of a bucket: the request, and the code of its refusal if there is none."""
 _PAST_END = ("416", "InvalidRange")
 _PASSING = (
     "408",
@@ -292,6 +298,29 @@ class S3Driver(Session):
         answer = self._call("delete_objects", Bucket=bucket, Delete=listed)
         for error in answer.get("Errors", ()):
             raise OSError(f"{error.get('Key')}: {error.get('Code')}: {error.get('Message')}")
+
+    def delete_versions(self, folder: str) -> None:
+        """Deletes all objects below a prefix with all their versions, of a bucket that has some."""
+        bucket, prefix = self._folder(folder)
+        found = self._call("list_object_versions", Bucket=bucket, Prefix=prefix)
+        keys = [
+            {"Key": entry["Key"], "VersionId": entry["VersionId"]}
+            for kind in ("Versions", "DeleteMarkers")
+            for entry in found.get(kind, ())
+        ]
+        if keys:
+            self._call("delete_objects", Bucket=bucket, Delete={"Objects": keys, "Quiet": True})
+
+    def bucket_setting(self, folder: str, subject: str) -> Mapping[str, Any]:
+        """Returns a setting of the bucket (`_SETTINGS`); empty if it was never made."""
+        method, absent = _SETTINGS[subject]
+        try:
+            answer = self._call(method, Bucket=self._split(folder)[0])
+        except exceptions.ClientError as error:
+            if error.response.get("Error", {}).get("Code") == absent:
+                return {}
+            raise
+        return {name: value for name, value in answer.items() if name != "ResponseMetadata"}
 
     def delete_folder(self, folder: str) -> None:
         """Does nothing: a prefix has no object of its own."""

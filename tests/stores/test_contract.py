@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckpt.checking.doctor import Outcome, examine
 from ckpt.errors import ExistsError
 from ckpt.removing.progress_files import Watch
 from ckpt.stores.local_files import IO_VECTORS
@@ -534,3 +535,20 @@ def test_a_listing_of_more_files_than_a_page_has_is_complete(place: Place, store
         for _ in pool.map(lambda name: store.commit(name, b"x", replace=True), names):
             pass
     assert store.names() == names
+
+
+def test_the_doctor_finds_the_promises_that_the_contract_tests(place: Place) -> None:
+    examination = examine(place.url, storage_options=place.options)
+    missing = {one.name for one in examination.promises if one.outcome is Outcome.MISSING}
+    late = {"a late request does nothing"}
+    weak = {
+        "one of several simultaneous commits succeeds; a run has one owner",
+        "an unfinished file is invisible",
+    }
+    assert missing - {"acknowledged data is durable"} == {
+        "memory": late | weak,
+        "radosgw": late,
+    }.get(place.kind, set())
+    assert examination.left_over == ()
+    with place.open() as store:
+        assert store.entries() == []

@@ -137,6 +137,7 @@ ARGUMENTS = {
     "latest": (["folder"], ["--verify"]),
     "rm": (["checkpoint", "other"], ["-n"]),
     "gc": (["folder"], ["--delete"]),
+    "doctor": (["folder"], ["--read-only"]),
     "completion": (["bash"], []),
 }
 """Of each command: arguments that are not options, as many as it takes, and an option."""
