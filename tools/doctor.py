@@ -20,8 +20,8 @@ HELP = Help(
     description="""\
 Tries at a folder, which need not exist, all that ckpt relies on: writes, conditions, listings,
 uploads, deletes, the clock, the rules of a bucket, the calls of a disk. It names permissions that
-lack, and tells which promises hold. All that it writes lies in one new folder, ckpt-doctor-*, and is
-removed.""",
+lack, and tells which promises hold. All that it writes lies in one new folder, ckpt-doctor-*, and
+is removed.""",
     examples=(
         ("ckpt doctor s3://bucket/runs", "before the first run there"),
         ("ckpt doctor /mnt/shared/runs --read-only", "writes nothing"),

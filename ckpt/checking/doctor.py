@@ -54,9 +54,9 @@ ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 _NOTES = {
     "overlay": "a container's own disk, whose files go with the container",
-    "nfs": "docs/runs.md, On NFS and Lustre",
-    "nfs4": "docs/runs.md, On NFS and Lustre",
-    "lustre": "docs/runs.md, On NFS and Lustre",
+    "nfs": "Runs: On NFS and Lustre",
+    "nfs4": "Runs: On NFS and Lustre",
+    "lustre": "Runs: On NFS and Lustre",
     **dict.fromkeys(IN_MEMORY, "memory, whose files go with a restart"),
 }
 
@@ -91,7 +91,7 @@ class Promise:
 
     name: str
     where: str
-    """The page, and the number or heading in it."""
+    """The page of the documentation, and the heading or the number of the guarantee in it."""
     outcome: Outcome
     because: tuple[str, ...]
     """The findings for which it is not OK."""
@@ -153,44 +153,44 @@ PERMISSIONS: Mapping[str, Mapping[str, str]] = {
 
 _SETTINGS = ("versioning", "object lock", "lifecycle")
 _PROMISES = (
-    ("checkpoints are read", "docs/stores.md, Reading files", ("list", "range read")),
+    ("checkpoints are read", "Stores: Reading files", ("list", "range read")),
     (
         "checkpoints are saved",
-        "docs/stores.md, Writing files",
+        "Stores: Writing files",
         ("list", "put", "range read", "large file"),
     ),
-    ("checkpoints are replaced and removed", "docs/runs.md, 2", ("overwrite", "delete")),
+    ("checkpoints are replaced and removed", "Runs: guarantee 2", ("overwrite", "delete")),
     (
         "one of several simultaneous commits succeeds; a run has one owner",
-        "docs/stores.md, Promises; docs/runs.md, 4",
+        "Stores: Promises; Runs: guarantee 4",
         ("conditional put", "commits at once"),
     ),
     (
         "a replaced manifest is old or new",
-        "docs/stores.md, Promises; docs/runs.md, 8",
+        "Stores: Promises; Runs: guarantee 8",
         ("atomic replace",),
     ),
     (
         "an unfinished file is invisible",
-        "docs/stores.md, Promises; docs/runs.md, 1",
+        "Stores: Promises; Runs: guarantee 1",
         ("hidden until done",),
     ),
     (
         "acknowledged data is durable",
-        "docs/stores.md, Promises; docs/runs.md, 1",
+        "Stores: Promises; Runs: guarantee 1",
         ("fsync", "durable"),
     ),
-    ("a step is found once it is committed", "docs/runs.md, 7 and 8", ("list after put",)),
+    ("a step is found once it is committed", "Runs: guarantees 7 and 8", ("list after put",)),
     (
         "a late request does nothing",
-        "docs/stores.md, Promises",
+        "Stores: Promises",
         ("conditional overwrite", "conditional delete"),
     ),
-    ("`ckpt gc` removes uploads", "docs/stores.md, Writing files", ("uploads", "abort")),
-    ("no rule removes or archives a step", "docs/runs.md, 2", ("lifecycle",)),
+    ("`ckpt gc` removes uploads", "Stores: Writing files", ("uploads", "abort")),
+    ("no rule removes or archives a step", "Runs: guarantee 2", ("lifecycle",)),
     (
         "ages are right: `ckpt gc`, `younger_than`",
-        "docs/runs.md, Checkpoints that stay",
+        "Runs: Checkpoints that stay",
         ("clock",),
     ),
 )
