@@ -36,8 +36,7 @@ from ckpt.stores.object_store import NO_LIMIT, ObjectStore
 from ckpt.stores.request_errors import UnsupportedRequestError
 from ckpt.stores.store import Options, Store, join_url, local_path, open_store
 from formats.errors import FormatError
-from sharding.errors import listed
-from sharding.url_secrets import without_secrets
+from sharding.errors import listed, without_secrets
 
 T = TypeVar("T")
 
