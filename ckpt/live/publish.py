@@ -204,9 +204,7 @@ class LiveState(Uncopied):
         """As `update`, of any state, with metadata for its manifest and info for the servers."""
         started = time.perf_counter()
         ranks = Ranks(self._group, self._timeout)
-        later: Ranks | None = Ranks(self._group, self._timeout, f"versions of {self.hosts.name}")
-        if later is not None and not later.from_any_thread:
-            later = None
+        later = Ranks(self._group, self._timeout, f"versions of {self.hosts.name}")
         with told_by_this_call() as begun, ranks.call("LiveState.update", later):
             self._lane.wait()
             with collected_later(), ExitStack() as stack:
@@ -228,11 +226,10 @@ class LiveState(Uncopied):
                 shown = self.hosts.url.at(number).shown
                 handle = SaveHandle(shown, attempt.plan.nbytes, started)
                 target = _Version(handle, attempt, self._lane, self, number, slot, info)
-                if later is not None:
-                    later.connect()
+                later.connect()
                 begun.append(handle)
                 ranks.doing("copying the state")
-                begin(target, state, leaves, later or ranks, COPIED, later is not None)
+                begin(target, state, leaves, later, COPIED)
                 return handle
 
     def close(self) -> None:

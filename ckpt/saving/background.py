@@ -125,11 +125,8 @@ def begin(
     leaves: Sequence[Leaf],
     ranks: Ranks,
     when: When,
-    in_thread: bool = True,
 ) -> None:
     """Copies the tensors that the call must copy, and starts the rest of the save in a thread.
-
-    Without `in_thread` the call does the rest too.
 
     `ranks` are those of the continuation, which hear the thread's result. Raises no error: from
     here on errors are the handle's, because the other ranks wait for this rank's report.
@@ -157,11 +154,8 @@ def begin(
         )
         try:
             target.lane.begin(handle, thread)
-            if in_thread:
-                thread.start()
+            thread.start()
         except RuntimeError:  # no thread can be started, for example because the interpreter ends
-            in_thread = False
-        if not in_thread:
             save.run(staged, error)
     except BaseException:  # KeyboardInterrupt, for example
         with suppress(IndexError):

@@ -210,8 +210,6 @@ def save_with(
     started = time.perf_counter()
     ranks = Ranks(group, timeout)
     later = None if blocking else Ranks(group, timeout, "saves in the background")
-    if later is not None and not later.from_any_thread:
-        later = None
     name = "ckpt.save" if blocking else "ckpt.save(blocking=False)"
     with in_flight.told_by_this_call() as begun, ranks.call(name, later):
         check_order("ckpt.save", url, state)
@@ -239,9 +237,9 @@ def save_with(
                     raise BusyError(str(error)) from error
                 raise
             attempt = replace(attempt, is_new=is_new)
-            handle = SaveHandle(absolute(url), attempt.plan.nbytes, started)
             if later is not None:
                 later.connect()
+                handle = SaveHandle(absolute(url), attempt.plan.nbytes, started)
                 begun.append(handle)
                 target = Folder(handle, lasting(attempt), store.options, progress)
                 ranks.doing("copying the state")
@@ -251,8 +249,7 @@ def save_with(
             written, failed = result_or_error(lambda: _write(store, attempt, leaves, progress))
             ranks.count(attempt.plan.nbytes)
             finish(store, ranks, attempt, written[0] if written else None, failed)
-            handle.mark_finished(None)
-            return None if blocking else handle
+            return None
 
 
 def check_free(lane: in_flight.Lane, when_busy: WhenBusy, turn: object, alone: bool) -> None:

@@ -32,7 +32,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from threading import Lock, RLock
-from typing import ClassVar
 
 from sharding.agreement.links import Failure, Kind, Message
 
@@ -90,9 +89,6 @@ class Continuation:
 
 class Channel(ABC):
     """One rank's way to the other ranks of its group."""
-
-    from_any_thread: ClassVar[bool] = True
-    """Whether a thread of its own may use the channel, beside all other work of the ranks."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size

@@ -12,15 +12,13 @@ Any process that reaches the port may connect. It is a *stranger* until it has s
 from __future__ import annotations
 
 import errno
-import os
 import selectors
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
-from typing import IO
 
 from sharding.agreement.channel import ANSWER_SECONDS, ERROR_SECONDS, Call, Join
 from sharding.agreement.links import MOST_SECONDS, Failure, Kind, Link, Message, flush, rank_of
@@ -47,8 +45,6 @@ class Coordinator(ConnectedChannel):
         self._listener: socket.socket | None = None
         self._is_full = False
         """Whether a connection waits and no more files may be opened."""
-        self._spare: IO[bytes] | None = None
-        """A file to close in that case, so that a waiting rank can be told."""
         self._selector = selectors.DefaultSelector()
         """Selects from links, strangers and the listener. Its data are ranks, 0 if unknown."""
 
@@ -63,9 +59,8 @@ class Coordinator(ConnectedChannel):
         """Closes the connections in a forked child: they belong to the parent."""
         for link in (*self._links.values(), *self._strangers):
             link.close()
-        for each in (self._listener, self._spare):
-            if each is not None:
-                each.close()
+        if self._listener is not None:
+            self._listener.close()
         self._selector.close()
         self._is_closed = True
 
@@ -81,8 +76,6 @@ class Coordinator(ConnectedChannel):
         try:
             if self._listener is None:
                 self._listener = self._rendezvous.listen(self.world_size)
-            if self._spare is None:
-                self._spare = open(os.devnull, "rb")  # noqa: SIM115 - until all have connected
         except (OSError, RuntimeError) as error:
             return Failure.of(call.stage, 0, error)
         if self._listener not in self._selector.get_map():
@@ -159,42 +152,20 @@ class Coordinator(ConnectedChannel):
         if not self._is_complete and not self._is_closed:
             # A rank that connects later finds the failure in the store. A rank that has connected
             # is let in, and told with the rest.
-            with self._one_more_file():  # a store may need a file
-                self._rendezvous.leave_failure(self._number, failure)
+            if self._is_full and self._listener is not None:
+                # A store may need a file. The ranks that wait connect again, and find the failure.
+                self._selector.unregister(self._listener)
+                self._listener.close()
+                self._listener, self._is_full = None, False
+            self._rendezvous.leave_failure(self._number, failure)
+            self._connected(call)
             # A rank that is there has connected by now: the second look reads its greeting.
             # Strangers may go on to come and go.
             for _ in range(MOST_STRANGERS):
                 if not self._has_news_of_strangers():
                     break
-        word = Message(Kind.LEFT, self._number, failure=failure)
-        self._send(word, ANSWER_SECONDS)
-        if self._is_full:
-            self._turn_away(replace(word, kind=Kind.REFUSED))
+        self._send(Message(Kind.LEFT, self._number, failure=failure), ANSWER_SECONDS)
         return failure
-
-    def _turn_away(self, message: Message) -> None:
-        """Tells the ranks that cannot be let in, one after the other."""
-        assert self._listener is not None
-        packed, self._is_full = message.packed(), False
-        with suppress(OSError):  # no rank is left, or another thread has taken the free file
-            for _ in range(self._backlog):
-                with self._one_more_file():
-                    link = Link(self._listener.accept()[0], is_stranger=True)
-                    link.receive()
-                    if self._rank_of(link) is not None:
-                        link.send(packed)
-                    link.close()  # a rank that has not been told finds the failure in the store
-
-    @contextmanager
-    def _one_more_file(self) -> Iterator[None]:
-        """Allows one more open file inside the block."""
-        if self._spare is not None:
-            self._spare.close()
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                self._spare = open(os.devnull, "rb")  # noqa: SIM115
 
     def _has_news_of_strangers(self) -> bool:
         """Whether a process has connected, or has named its rank, since the last look."""
@@ -330,12 +301,11 @@ class Coordinator(ConnectedChannel):
         link.is_stranger = False
         link.receive()
         self._strangers.pop(link, None)
-        if self._is_complete and self._listener is not None and self._spare is not None:
+        if self._is_complete and self._listener is not None:
             for stranger in [link for link in self._strangers if link.is_stranger]:
                 self._close(stranger)
             self._selector.unregister(self._listener)
             self._listener.close()
-            self._spare.close()
             self._rendezvous.withdraw()
         return [rank]
 

@@ -71,8 +71,6 @@ class Kind(Enum):
     """Both ways: the sender has entered the call, and is perhaps far from its first operation."""
     LEFT = "left"
     """Both ways: this failure has ended the call and all before it."""
-    REFUSED = "refused"
-    """From rank 0: as LEFT, and rank 0 closes this connection; connect again for the next call."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,11 +156,6 @@ class Participant(ConnectedChannel):
                 if found.kind is Kind.CALLED:
                     link.called = found.call
                     continue
-                if found.kind is Kind.REFUSED:
-                    link.close()
-                    self._link = None
-                    if found.call < call.number:  # the refused call is over
-                        return self._connected(call) or self._meet(call, mine, join)
                 if found.failure is not None and found.call >= call.number:
                     self._catch_up(link, found)
                     return found.failure

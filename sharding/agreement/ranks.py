@@ -6,8 +6,8 @@ Rules:
    operation, which carries the failure; then all ranks raise.
 2. Each wait has an end: within the time-out of the call all ranks have one answer, or one error
    that names a rank that failed, has ended or has not come (`sharding.agreement.channel`).
-3. An operation is a message to rank 0 and a message back, over connections of our own. A process
-   group without a store, by which ranks find each other, uses a collective instead.
+3. An operation is a message to rank 0 and a message back, over connections of our own. Ranks find
+   each other by the store of their process group.
 """
 
 from __future__ import annotations
@@ -129,11 +129,6 @@ class Ranks:
     def is_single_process(self) -> bool:
         """Whether there is no other process."""
         return self.world_size == 1
-
-    @property
-    def from_any_thread(self) -> bool:
-        """Whether another thread may use these ranks while the process group is in use."""
-        return self._channel is None or self._channel.from_any_thread
 
     @contextmanager
     def call(
@@ -403,9 +398,10 @@ def _channel(group: ProcessGroup | None, rank: int, purpose: str) -> Channel:
         if "fake" in str(dist.get_backend(over)):
             found[purpose] = FakeChannel(rank, world_size)
         elif store is None:
-            from sharding.agreement.collective import CollectiveChannel  # torch.distributed
-
-            found[purpose] = CollectiveChannel(group, rank, world_size)
+            raise ArgumentError(
+                "the process group has no store, by which its ranks find each other, as torch's "
+                "backend mpi: make the group with gloo or nccl, which mpirun can start too"
+            )
         else:
             found[purpose] = _connected_channel(
                 PrefixStore("ckpt", store), rank, world_size, purpose

@@ -23,7 +23,6 @@ from sharding.agreement import coordinator as coordinator_module
 from sharding.agreement import ranks as ranks_module
 from sharding.agreement import rendezvous as rendezvous_module
 from sharding.agreement.channel import Call
-from sharding.agreement.collective import CollectiveChannel
 from sharding.agreement.coordinator import MOST_STRANGERS, Coordinator
 from sharding.agreement.links import (
     MOST_JSON_BYTES,
@@ -48,7 +47,7 @@ from sharding.agreement.rendezvous import (
     _Place,
 )
 from sharding.agreement.wait_warning import WaitWarning
-from sharding.errors import RankError
+from sharding.errors import ArgumentError, RankError
 
 WAITING = WaitWarning(Call(1, "a call", 60.0, "a stage"), 1)
 
@@ -340,31 +339,17 @@ def test_a_forked_child_has_no_connection_and_takes_none_away(clusters: Callable
     assert clusters(2).run(fork_and_agree) == [(True, [0, 1])] * 2
 
 
-def gather_by_collectives() -> tuple[list[int], bytes, str, str]:
-    """What ranks tell one another where they have no store."""
-    rank = dist.get_rank()
-    ranks = Ranks()
-    ranks._channel = CollectiveChannel(None, rank, dist.get_world_size())
-    assert not ranks.from_any_thread
-    assert ranks.agree("comparing", None, (rank, 7), 10 + rank).same == (False, True)
-
-    def fail() -> None:
-        if rank == 1:
-            raise ValueError("on purpose")
-
-    with pytest.raises((RankError, ValueError)) as raised:
-        ranks.run_on_all("failing", fail)
-    again = Ranks()
-    again._channel = CollectiveChannel(None, rank, dist.get_world_size())
-    told = again.broadcast(b"from 1" if rank == 1 else b"", 1)
-    return everyone(again, rank), told, type(raised.value).__name__, str(raised.value)
+def use_a_group_without_a_store() -> None:
+    """Ask for the ranks of a group that is as torch's backend mpi makes it."""
+    group = dist.new_group()
+    world = dist.distributed_c10d._world
+    world.pg_map[group] = (world.pg_map[group][0], None)  # type: ignore[assignment]
+    with pytest.raises(ArgumentError, match=r"has no store.*gloo or nccl"):
+        Ranks(group)
 
 
-def test_where_there_is_no_store_ranks_agree_by_collectives(clusters: Callable) -> None:
-    first, second = clusters(2).run(gather_by_collectives)
-    said = "failing failed on rank 1 with ValueError: on purpose"
-    assert first == ([0, 1], b"from 1", "RankError", said)
-    assert second == ([0, 1], b"from 1", "ValueError", "on purpose")
+def test_a_group_without_a_store_is_refused(clusters: Callable) -> None:
+    clusters(2).run(use_a_group_without_a_store)
 
 
 def fail_in_three_ways() -> tuple[list[str], list[int]]:
