@@ -51,7 +51,7 @@ LOAD: Where = {
     "opening manifest and headers": (
         "formats.native.reader:read",
         "formats.native.reader:open_shard",
-        "formats.native.opened_shard:first_chunks",
+        "formats.native.shard:first_chunks",
     ),
     "matching names": ("ckpt.loading.load:match", "ckpt.loading.load:Saved"),
     "waiting for and telling other ranks": RANKS,
@@ -60,7 +60,7 @@ LOAD: Where = {
         "ckpt.transfer.read:byte_ranges_of",
     ),
     "reading": ("ckpt.stores.local_store:LocalStore.read_into",),
-    "verifying": ("formats.native.opened_shard:ChunkTable.wrong",),
+    "verifying": ("formats.native.shard:ChunkTable.wrong",),
     "placing what was not read in place": ("ckpt.transfer.read:_place",),
 }
 

@@ -24,9 +24,8 @@ from ckpt.checking.report import Findings, Problem
 from formats.errors import FormatError
 from formats.native.borrowed import Root, Run
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, load, read_manifest
-from formats.native.opened_shard import OWN_ENTRIES, Shard, first_chunks
 from formats.native.reader import Shards
-from formats.native.shard import RECORD
+from formats.native.shard import OWN_ENTRIES, RECORD, Shard, first_chunks
 from formats.storage import Reader, read_again
 from formats.threads import Pool
 from sharding.errors import listed

@@ -44,7 +44,7 @@ from torch.futures import Future
 from ckpt.errors import ArgumentError, StateError
 from ckpt.saving.agreement import check_place, writer_of
 from ckpt.state.flatten import flatten
-from ckpt.state.tensor_kinds import awaited, kind_problem, memory_problem
+from ckpt.state.memory import awaited, kind_problem, memory_problem
 from ckpt.stores.store import Options, open_store
 from ckpt.transfer.commit import commit, now
 from ckpt.transfer.write import outgoing_whole

@@ -26,7 +26,7 @@ from ckpt.match.match_stateful import filled, match_per_rank, match_stateful
 from ckpt.match.overlaps import shared_memory
 from ckpt.match.selection import no_name
 from ckpt.plan.load_plan import LoadItem
-from ckpt.state.memory import torch_can_share
+from ckpt.state.memory import ORDINARY, check_mode, kind_problem, memory_problem, torch_can_share
 from ckpt.state.per_rank import PerRank
 from ckpt.state.saved import MISSING, Missing, Saved, holds_tensor, kind_of
 from ckpt.state.stateful import (
@@ -38,7 +38,6 @@ from ckpt.state.stateful import (
     identity,
     parameter_names,
 )
-from ckpt.state.tensor_kinds import ORDINARY, check_mode, kind_problem, memory_problem
 from ckpt.state.typed_values import instead_of_array, is_plain_array, like_target
 from formats.catalog import TensorRef, join, versions_in
 from formats.native.tree import ROOT

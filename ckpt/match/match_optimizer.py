@@ -31,7 +31,7 @@ from ckpt.match.match_builder import Installer, MatchBuilder, whole_tensor
 from ckpt.match.match_entries import SavedState, lacking_entries, match_slices, match_with_blocks
 from ckpt.match.match_positions import are_numbers, saved_members, saved_path
 from ckpt.match.match_stateful import Fill, match_stateful
-from ckpt.state.memory import torch_dtype
+from ckpt.state.memory import ORDINARY, torch_dtype
 from ckpt.state.saved import Missing, node_at
 from ckpt.state.stateful import (
     STEP,
@@ -45,7 +45,6 @@ from ckpt.state.stateful import (
     state_of,
 )
 from ckpt.state.subclass_state import put_together, unknown_classes
-from ckpt.state.tensor_kinds import ORDINARY
 from formats.catalog import TensorRecord, TensorRef, Tree, join
 from sharding.describe.dtensor import zeros_placed_like
 from sharding.describe.members import NamedParameter

@@ -18,7 +18,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.errors import StateError
-from ckpt.state.memory import torch_can_share
+from ckpt.state.memory import (
+    ORDINARY,
+    address_of,
+    awaited,
+    check_mode,
+    kind_problem,
+    memory_problem,
+    torch_can_share,
+)
 from ckpt.state.saved import holds_tensor
 from ckpt.state.stateful import (
     MAX_DEPTH,
@@ -33,14 +41,6 @@ from ckpt.state.stateful import (
     optimizer_entries,
     packed_state,
     parameter_names,
-)
-from ckpt.state.tensor_kinds import (
-    ORDINARY,
-    address_of,
-    awaited,
-    check_mode,
-    kind_problem,
-    memory_problem,
 )
 from ckpt.state.typed_values import (
     OF_TYPE,
@@ -57,7 +57,7 @@ from formats.catalog import Key, TensorRef, Tree, TypedValue, join, versions_in
 from formats.dtypes import DType, dtype_of_torch
 from formats.errors import UnsupportedError
 from formats.limits import current
-from formats.native.opened_shard import OWN_ENTRIES
+from formats.native.shard import OWN_ENTRIES
 from formats.native.tree import ROOT
 from formats.safetensors.header import METADATA_KEY
 from sharding.describe.describing import (

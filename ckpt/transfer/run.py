@@ -50,7 +50,7 @@ from ckpt.match.overlaps import Placed, conflict, differing, group_bytes, is_sam
 from ckpt.plan.load_plan import LoadItem, LoadPlan, Stage, TensorRead
 from ckpt.plan.read_plan import NOWHERE, ReadRequest, requests_for
 from ckpt.plan.scatter_plan import ScatterRound, TensorMove
-from ckpt.state.memory import copy_in_range, empty_for, is_lazy, memory_of, torch_dtype
+from ckpt.state.memory import copy_in_range, empty_for, is_conj_or_neg, memory_of, torch_dtype
 from ckpt.transfer.read import RangeReader, ReadPolicy, Unchanged, read_requests
 from ckpt.transfer.record_sums import RecordSums, Verify
 from formats.catalog import Catalog, StoredPiece, TensorRecord
@@ -241,7 +241,7 @@ class LoadRun:
             into = held.new_empty(0)
         else:
             into = local = self.targets[move.target].local
-            if local.dtype != held.dtype or not local.is_contiguous() or is_lazy(local):
+            if local.dtype != held.dtype or not local.is_contiguous() or is_conj_or_neg(local):
                 into = torch.empty(local.shape, dtype=held.dtype, device=local.device)
                 staged.append((move.name, local, into))
         return Move(move.name, held, move.have, into, move.want)

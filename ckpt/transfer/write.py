@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from ckpt.plan.save_plan import WriteItem
-from ckpt.state.memory import is_lazy, is_plain, memory_of
+from ckpt.state.memory import is_conj_or_neg, is_plain, memory_of
 from formats.dtypes import DType
 from formats.outgoing import OutgoingTensor
 
@@ -47,7 +47,7 @@ def blocks(local: torch.Tensor, lo: int, hi: int, dtype: DType) -> Iterator[memo
 
 def _staged(local: torch.Tensor, lo: int, hi: int, dtype: DType) -> Iterator[memoryview]:
     """Yields elements `[lo, hi)` of a tensor in row-major order, copied to the CPU in blocks."""
-    if local.is_contiguous() and not is_lazy(local):
+    if local.is_contiguous() and not is_conj_or_neg(local):
         flat = local.reshape(-1)
         step = max(1, STAGE_BYTES // dtype.itemsize)
         for start in range(lo, hi, step):

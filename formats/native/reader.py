@@ -23,8 +23,7 @@ from formats.errors import CorruptError, FormatError
 from formats.limits import BASES, applied, current
 from formats.native.borrowed import Lent, LentChunks, Place, Root, bases_of, beside
 from formats.native.manifest import MANIFEST, Manifest, StoredTensor, digest_in, load, read_manifest
-from formats.native.opened_shard import Expected, Part, Shard, read_root
-from formats.native.shard import RECORD, open_shard
+from formats.native.shard import RECORD, Expected, Part, Shard, open_shard, read_root
 from formats.safetensors.header import Header
 from formats.storage import LOCAL_READ_BYTES, Reader
 from formats.threads import Pool

@@ -11,32 +11,39 @@ Rules (docs/format.md is normative):
    number (4 bytes, little-endian). A chunk with fewer stored than raw bytes is a zstd frame.
 3. The manifest has the digest of header and table, so a checksum covers every byte of the file.
 4. Entries lie in descending order of their element size, so that each is aligned to its elements.
+5. An opened shard gives the bytes of each tensor from this file or from a base. The tensor's part
+   of the chunk table compares the checksums of its chunks and decodes them.
 """
 
 from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import xxhash
 
+from formats.catalog import Chunk, Extent
 from formats.errors import CorruptError, FormatError
 from formats.limits import check
 from formats.native.borrowed import (
     BORROWED,
     COUNTS_KEY,
     DELTAS,
+    Place,
     Root,
     Run,
     unpack_deltas,
     unpack_runs,
 )
+from formats.native.codec import decompress, differ
 from formats.native.manifest import ShardFile
 from formats.outgoing import OutgoingTensor
-from formats.safetensors.header import PREFIX_BYTES, Header, parse
+from formats.safetensors.header import PREFIX_BYTES, Entry, Header, parse
 from formats.storage import Reader, read_again
 
 CHUNK_BYTES = 64 << 10
@@ -212,3 +219,362 @@ def _counts(header: Header, records: int, tail: int, where: str) -> tuple[int, .
             f"{len(header.entries) - tail} entries and {records} records"
         )
     return counts
+
+
+OWN_ENTRIES = (DELTAS, BORROWED, TABLE)
+"""Entries of a shard file that are not tensors."""
+
+
+class Expected(NamedTuple):
+    """A rank's part of a tensor by the manifest, which the file must have."""
+
+    carrier: str
+    shape: tuple[int, ...]
+    """The shape in the file's header."""
+    nbytes: int
+    component_bytes: int
+
+
+class Start(NamedTuple):
+    """The start of a tensor's part in a file."""
+
+    offset: int
+    first: int
+    """The index of its first chunk in the table."""
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A run of a rank's part of a tensor that lies in one file."""
+
+    begins: int
+    """Its first decoded byte, counted in the rank's part."""
+    extent: Extent
+    first: int
+    """The index of its first chunk in the chunk table of the rank's file."""
+    table: memoryview
+    """The records of its chunks."""
+
+    def records(self) -> Iterator[bytes]:
+        """Yields the records one by one."""
+        for at in range(0, len(self.table), RECORD.size):
+            yield bytes(self.table[at : at + RECORD.size])
+
+
+class Shard:
+    """One opened shard file. Finds tensors and their chunks in this file and in bases."""
+
+    def __init__(
+        self,
+        file: ShardFile,
+        index: ShardIndex,
+        reader: Reader,
+        base_file: Callable[[Place, int, str], str],
+        known_first: dict[int, dict[str, int]],
+    ) -> None:
+        self.file = file
+        self.index = index
+        self._where = f"{reader.url}/{file.name}"
+        self._reader = reader
+        self._base_file = base_file
+        self._known_first = known_first
+        self._first: dict[str, int] | None = None
+        self._starts = [run.first for run in index.runs]
+
+    def parts(self, name: str, expected: Expected) -> list[Part]:
+        """Returns the parts of a tensor: one range, unless chunks are borrowed."""
+        entry, first = self._entry(name), self._first_chunk(name)
+        count = -(-expected.nbytes // self.index.chunk_bytes)
+        runs = self._runs(first, count)
+        if not runs:
+            extent = self.extent(name, expected, self.start(name, expected))
+            return [Part(0, extent, first, self._records(first, first + count))]
+        where = f"{self._where}: {name}"
+        if entry.dtype != "U8":
+            raise FormatError(f"{where} is borrowed and yet {entry.dtype}")
+        return list(self._pieced(first, count, runs, entry, expected, where))
+
+    def start(self, name: str, expected: Expected) -> Start:
+        """Returns the start of a tensor's part that is not borrowed, and checks it.
+
+        All uncompressed files with an equal header have the same start.
+        """
+        _, dtype, shape, begin, end = self._entry(name)
+        compressed = self.index.codec != "raw"
+        if not compressed and (dtype != expected.carrier or shape != expected.shape):
+            raise FormatError(
+                f"{self._where}: {name} is {dtype} {list(shape)} in the file, the manifest says "
+                f"{expected.carrier} {list(expected.shape)}"
+            )
+        if compressed and dtype != "U8":
+            raise FormatError(f"{self._where}: {name} is compressed and yet {dtype}")
+        return Start(self.index.header.data_offset + begin, self._first_chunk(name), end - begin)
+
+    def extent(self, name: str, expected: Expected, start: Start) -> Extent:
+        """Returns the extent of a tensor's part with this start."""
+        offset, first, stored_bytes = start
+        _, _, nbytes, width = expected
+        chunks = ChunkTable(
+            self.index, first, offset, stored_bytes, nbytes, self._where, name, self._fetch
+        )
+        if chunks.compressed:
+            chunks.check()
+        return Extent(self.file.name, offset, nbytes, chunks, width)
+
+    def _entry(self, name: str) -> Entry:
+        entry = self.index.header.entries.get(name)
+        if entry is None or name in OWN_ENTRIES:
+            raise CorruptError(f"{self._where}: {name} should be in this file and is not")
+        return entry
+
+    def _pieced(
+        self,
+        first: int,
+        count: int,
+        runs: Sequence[Run],
+        entry: Entry,
+        expected: Expected,
+        where: str,
+    ) -> Iterator[Part]:
+        """Yields all parts of a tensor with borrowed chunks, in order."""
+        chunk_bytes, at, own = self.index.chunk_bytes, first, 0
+        offset, nbytes = self.index.header.data_offset + entry.begin, expected.nbytes
+        for run in (*runs, None):
+            upto = run.first if run is not None else first + count
+            ranges = []
+            if at < upto:
+                stored = stored_in(self.index, at, upto)
+                ranges.append((at, upto, self.file.name, offset + own, stored))
+                own += stored
+            if run is not None:
+                stored = stored_in(self.index, run.first, run.end)
+                file = self._base_file(run.place, stored, where)
+                ranges.append((run.first, run.end, file, run.place.offset, stored))
+                at = run.end
+            for begin, end, file, there, stored in ranges:
+                starts = (begin - first) * chunk_bytes
+                raw = min((end - first) * chunk_bytes, nbytes) - starts
+                chunks = ChunkTable(
+                    self.index, begin, there, stored, raw, self._where, entry.name, self._fetch
+                )
+                chunks.check()
+                extent = Extent(file, there, raw, chunks, expected.component_bytes)
+                yield Part(starts, extent, begin, self._records(begin, end))
+        if own != entry.end - entry.begin:
+            raise FormatError(
+                f"{where}: its own chunks take {own} bytes, its entry has {entry.end - entry.begin}"
+            )
+
+    def root_file(self, root: Root) -> str:
+        """Returns the reader's name of the base's file with a root."""
+        return self._base_file(root.place, root.stored_bytes, self._where)
+
+    def _fetch(self, root: Root, width: int, target: memoryview) -> None:
+        read_root(self._reader, self.root_file(root), root, width, target)
+
+    def _records(self, first: int, end: int) -> memoryview:
+        return memoryview(self.index.table)[first * RECORD.size : end * RECORD.size]
+
+    def _runs(self, first: int, count: int) -> Sequence[Run]:
+        """Returns the runs among a tensor's chunks."""
+        if not self._starts:
+            return ()
+        lo, hi = bisect_left(self._starts, first), bisect_left(self._starts, first + count)
+        return self.index.runs[lo:hi]
+
+    def _first_chunk(self, name: str) -> int:
+        """Returns the index of a tensor's first record in the chunk table."""
+        if self._first is None:
+            self._first = self._known_first.get(id(self.index.header))
+        if self._first is None:
+            self._first = first_chunks(self.index, self._where)
+            if self.index.codec == "raw":
+                self._known_first[id(self.index.header)] = self._first
+        return self._first[name]
+
+
+def stored_in(index: ShardIndex, first: int, end: int) -> int:
+    """Returns the stored bytes of chunks `[first, end)`, in this file or in a base."""
+    lo, hi = first * RECORD.size, end * RECORD.size
+    return sum(stored for _, stored in RECORD.iter_unpack(index.table[lo:hi]))
+
+
+def first_chunks(index: ShardIndex, where: str) -> dict[str, int]:
+    """Returns the number of chunks before each tensor, and checks it against the table's length."""
+    first, count = {}, 0
+    records = len(index.table) // RECORD.size
+    for number, entry in enumerate(index.header.entries.values()):
+        first[entry.name] = count
+        if entry.name in OWN_ENTRIES:
+            continue
+        if index.counts:
+            count += index.counts[number]
+            continue
+        stored = entry.end - entry.begin
+        if index.codec == "raw":
+            count += -(-stored // index.chunk_bytes)
+        else:
+            while stored > 0 and count < records:
+                stored -= RECORD.unpack_from(index.table, count * RECORD.size)[1]
+                count += 1
+    if count != records:
+        raise FormatError(f"{where}: {count} chunks of data, {records} records in the chunk table")
+    return first
+
+
+class ChunkTable:
+    """The chunks of one tensor in one file, unpacked on demand."""
+
+    __slots__ = (
+        "_fetch",
+        "_file",
+        "_first",
+        "_name",
+        "_offset",
+        "_raw_bytes",
+        "_roots",
+        "_starts",
+        "_stored_bytes",
+        "_table",
+        "chunk_bytes",
+        "compressed",
+    )
+
+    def __init__(
+        self,
+        index: ShardIndex,
+        first: int,
+        offset: int,
+        stored_bytes: int,
+        raw_bytes: int,
+        file: str,
+        name: str,
+        fetch: Callable[[Root, int, memoryview], None],
+    ) -> None:
+        self._file = file
+        self._roots = index.deltas
+        self._fetch = fetch
+        self._name = name
+        self.chunk_bytes = index.chunk_bytes
+        self.compressed = index.codec != "raw"
+        self._table = index.table
+        self._first = first
+        self._offset = offset
+        self._stored_bytes = stored_bytes
+        self._raw_bytes = raw_bytes
+        self._starts: list[int] | None = None
+
+    def __len__(self) -> int:
+        return -(-self._raw_bytes // self.chunk_bytes)
+
+    def __getitem__(self, index: int) -> Chunk:
+        digest, stored = RECORD.unpack_from(self._table, (self._first + index) * RECORD.size)
+        at = index * self.chunk_bytes
+        raw = min(self.chunk_bytes, self._raw_bytes - at)
+        if self.compressed:
+            at = self._stored_starts()[index]
+        elif stored != raw:
+            raise self._lie(index, stored, raw)
+        if not 0 < stored <= raw:
+            raise self._lie(index, stored, raw)
+        return Chunk(self._offset + at, stored, raw, digest, stored < raw)
+
+    def wrong(self, first: int, stored: memoryview) -> int | None:
+        """Returns the first chunk with another digest, as `Chunks.wrong` does."""
+        if self.compressed:
+            return self._wrong_compressed(first, stored)
+        table, digest, size = self._table, xxhash.xxh3_128_digest, self.chunk_bytes
+        record = (self._first + first) * RECORD.size
+        for at in range(0, len(stored), size):
+            data = stored[at : at + size]
+            if digest(data) + len(data).to_bytes(4, "little") != table[record : record + 20]:
+                return first + at // size
+            record += RECORD.size
+        return None
+
+    def decode(self, index: int, stored: memoryview, width: int, target: memoryview) -> None:
+        """Fills `target` with the raw bytes of a chunk, as `Chunks.decode` does."""
+        if len(stored) == len(target):
+            target[:] = stored
+            return
+        decompress(stored, width, target, self._where)
+        root = self._roots.get(self._first + index)
+        if root is not None:
+            before = memoryview(bytearray(len(target)))
+            self._fetch(root, width, before)
+            differ(target, before, target)
+
+    def _wrong_compressed(self, first: int, stored: memoryview) -> int | None:
+        at = 0
+        while at < len(stored):
+            chunk = self[first]
+            if xxhash.xxh3_128_digest(stored[at : at + chunk.stored_bytes]) != chunk.digest:
+                return first
+            at, first = at + chunk.stored_bytes, first + 1
+        return None
+
+    @property
+    def _where(self) -> str:
+        return f"{self._file}: {self._name}"
+
+    def _lie(self, index: int, stored: int, raw: int) -> FormatError:
+        return FormatError(
+            f"{self._where}: chunk {index} of {raw} bytes is recorded with {stored} stored bytes"
+        )
+
+    def check(self) -> None:
+        """Raises FormatError unless the compressed chunks fill their entry exactly."""
+        starts = self._stored_starts()
+        if len(starts) != len(self) + 1 or starts[-1] != self._stored_bytes:
+            raise FormatError(
+                f"{self._where}: its chunks take {starts[-1]} bytes, its entry has "
+                f"{self._stored_bytes}"
+            )
+
+    def _stored_starts(self) -> list[int]:
+        if self._starts is None:
+            starts = [0]
+            for index in range(len(self)):
+                at = (self._first + index) * RECORD.size
+                if at + RECORD.size > len(self._table):
+                    break
+                stored = RECORD.unpack_from(self._table, at)[1]
+                starts.append(starts[-1] + min(stored, self.chunk_bytes))
+            self._starts = starts
+        return self._starts
+
+
+def read_root(reader: Reader, file: str, root: Root, width: int, target: memoryview) -> None:
+    """Fills `target` with the raw bytes of a root in a file of the reader.
+
+    Raises:
+        CorruptError: the stored bytes have another checksum.
+        FormatError: the size of the root is not possible.
+    """
+    where = f"{reader.url}/{file}"
+    end = root.place.offset + root.stored_bytes
+    if not 0 < root.stored_bytes <= len(target):
+        raise FormatError(
+            f"{where}: a chunk of {len(target)} bytes has {root.stored_bytes} stored bytes"
+        )
+    stored = reader.read(file, root.place.offset, root.stored_bytes)
+    if xxhash.xxh3_128_digest(stored) != root.digest:
+        right = read_again(
+            reader,
+            (file, root.place.offset, end),
+            stored,
+            lambda: reader.read(file, root.place.offset, root.stored_bytes),
+            lambda found: xxhash.xxh3_128_digest(found) == root.digest,
+        )
+        if right is None:
+            raise CorruptError(
+                f"{where}: bytes {root.place.offset}:{end} do not have the checksum "
+                f"{root.digest.hex()} of a delta's root: they were changed since; restore the file "
+                "from another copy"
+            )
+        stored = right
+    if len(stored) == len(target):
+        target[:] = stored
+    else:
+        decompress(stored, width, target, where)

@@ -31,9 +31,9 @@ from formats.native.borrowed import (
     pack_deltas,
 )
 from formats.native.codec import Effort, compress, differ
-from formats.native.opened_shard import OWN_ENTRIES
 from formats.native.shard import (
     ALIGN,
+    OWN_ENTRIES,
     RECORD,
     TABLE,
     Progress,

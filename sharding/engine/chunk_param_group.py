@@ -16,12 +16,19 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
-from sharding.engine.batches import AllGather
 from sharding.engine.composition import HybridGroups, ShardGroup
 from sharding.engine.param_group import ParamGroup
-from sharding.engine.parameter import Parameter, Precision, as_dtensor, shard_in_front
+from sharding.engine.parameter import (
+    ChunkPacking,
+    FlatPacking,
+    Parameter,
+    Precision,
+    as_dtensor,
+    pack,
+    shard_in_front,
+)
+from sharding.engine.reduction import AllGather
 from sharding.engine.transport import PendingAllGather
-from sharding.engine.unsharded_buffer import ChunkPacking, FlatPacking, pack
 from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError, listed
 from sharding.group_references import release_with_groups
 from sharding.policies import MixedPrecisionPolicy

@@ -48,13 +48,12 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 
-from sharding.engine.batches import AllGather
 from sharding.engine.chunk_param_group import ChunkParamGroup, MeshGroups, stored
 from sharding.engine.composition import Purpose
 from sharding.engine.param_group import ParamGroup
-from sharding.engine.parameter import Parameter
+from sharding.engine.parameter import ChunkPacking, Parameter, chunk, pack
+from sharding.engine.reduction import AllGather
 from sharding.engine.transport import PendingAllGather
-from sharding.engine.unsharded_buffer import ChunkPacking, chunk, pack
 from sharding.errors import ArgumentError, MisuseError, TorchAssertionError
 from sharding.policies import MixedPrecisionPolicy
 

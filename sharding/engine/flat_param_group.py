@@ -27,13 +27,20 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sharding.engine.batches import AllGather, ReduceScatters
 from sharding.engine.composition import HybridGroups, Purpose
 from sharding.engine.param_group import ParamGroup
-from sharding.engine.parameter import Parameter, Precision, as_dtensor, local_of
-from sharding.engine.reduction import Reduction
+from sharding.engine.parameter import (
+    ChunkPacking,
+    FlatPacking,
+    Parameter,
+    Precision,
+    UnshardedBuffer,
+    as_dtensor,
+    local_of,
+    pack,
+)
+from sharding.engine.reduction import AllGather, ReduceScatters, Reduction
 from sharding.engine.transport import NoGather, PendingAllGather
-from sharding.engine.unsharded_buffer import ChunkPacking, FlatPacking, UnshardedBuffer, pack
 from sharding.errors import ArgumentTypeError, MisuseError
 
 FLATTENED = "_sharding_flattened"

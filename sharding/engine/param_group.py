@@ -28,13 +28,22 @@ from functools import partial
 import torch
 from torch import nn
 
-from sharding.engine.batches import PREFETCH_BYTES, AllGather, ReduceScatters
 from sharding.engine.composition import Composition, GroupTags, HybridGroups, Item, Purpose, key_of
-from sharding.engine.parameter import Parameter, Precision
+from sharding.engine.parameter import (
+    ChunkPacking,
+    FlatPacking,
+    KeptPart,
+    Parameter,
+    Precision,
+    UnshardedBuffer,
+)
 from sharding.engine.reduction import (
+    PREFETCH_BYTES,
+    AllGather,
     BackwardState,
     GradHooks,
     KeptGradients,
+    ReduceScatters,
     Reduction,
     ReplicaSums,
     divisors,
@@ -42,7 +51,6 @@ from sharding.engine.reduction import (
     take_gradients,
 )
 from sharding.engine.transport import NoGather, PendingAllGather, Transport, transport_between
-from sharding.engine.unsharded_buffer import ChunkPacking, FlatPacking, KeptPart, UnshardedBuffer
 from sharding.errors import MisuseError, TransferError, listed
 
 

@@ -24,9 +24,9 @@ from weakref import ref
 import torch
 from torch.autograd import Variable
 
-from sharding.engine.batches import PREFETCH_BYTES, ReduceScatters
 from sharding.engine.order_check import Names, OrderCheck, check_replicas
 from sharding.engine.param_group import ParamGroup
+from sharding.engine.reduction import PREFETCH_BYTES, ReduceScatters
 from sharding.engine.unit import ForwardPass, Unit, UnitCall, units_of, unshard_together
 from sharding.policies import BackwardPrefetch
 

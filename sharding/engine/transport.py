@@ -82,7 +82,7 @@ from sharding.engine.composition import (
     report_unlike,
     tag_of,
 )
-from sharding.engine.unsharded_buffer import chunk
+from sharding.engine.parameter import chunk
 from sharding.errors import ArgumentError, MisuseError, TransferError
 
 

@@ -47,9 +47,9 @@ from typing import NoReturn, Protocol, TypeVar, cast
 import torch
 from torch import nn
 
-from sharding.engine.batches import AllGather
 from sharding.engine.extensions import settled
 from sharding.engine.param_group import ParamGroup
+from sharding.engine.reduction import AllGather
 from sharding.errors import ArgumentTypeError, MisuseError, TorchAssertionError
 from sharding.policies import BackwardPrefetch
 

@@ -18,10 +18,9 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from sharding.engine.flat_param_group import FlatParamGroup, flat_param_groups
-from sharding.engine.parameter import local_of
+from sharding.engine.parameter import UnshardedBuffer, local_of
 from sharding.engine.runtime import is_running
 from sharding.engine.unit import Unit, Whole, units_of
-from sharding.engine.unsharded_buffer import UnshardedBuffer
 from sharding.errors import MisuseError, TorchAssertionError
 from sharding.fsdp1.entry_point import check_units
 

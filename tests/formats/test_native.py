@@ -22,8 +22,7 @@ from formats.dtypes import BY_NAME, DTYPES, DType, count_nonfinite
 from formats.errors import FormatError
 from formats.native import codec, shard, shard_writer
 from formats.native.manifest import Manifest, ShardFile, StoredTensor, dump, load
-from formats.native.opened_shard import OWN_ENTRIES
-from formats.native.shard import TABLE, ShardSummary
+from formats.native.shard import OWN_ENTRIES, TABLE, ShardSummary
 from formats.native.shard_writer import write_shard
 from formats.native.tree import NAN_BITS
 from formats.outgoing import OutgoingTensor

@@ -20,8 +20,7 @@ import ckpt
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 from formats.native.borrowed import BORROWED, DELTA, DELTAS, RUN
 from formats.native.manifest import Manifest, load
-from formats.native.opened_shard import OWN_ENTRIES
-from formats.native.shard import RECORD, TABLE
+from formats.native.shard import OWN_ENTRIES, RECORD, TABLE
 from formats.safetensors.header import build, parse
 from tests.selection import examples
 

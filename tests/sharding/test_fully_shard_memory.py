@@ -20,8 +20,8 @@ sys.path.append(str(Path(__file__).parent))  # for the ranks too, which know thi
 from replica import batch, pair, train
 
 from sharding import MixedPrecisionPolicy, fully_shard
-from sharding.engine.batches import PREFETCH_BYTES
 from sharding.engine.param_group import ParamGroup
+from sharding.engine.reduction import PREFETCH_BYTES
 from sharding.engine.unit import UNIT, units_of
 
 UNITS = 6

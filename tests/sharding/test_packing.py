@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharding.comm_hooks import predivide_factor
-from sharding.engine.unsharded_buffer import (
+from sharding.engine.parameter import (
     ChunkPacking,
     FlatPacking,
     Slot,

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from sharding import fully_shard
 from sharding.engine.composition import Composition, Item, Purpose, ShardGroup
+from sharding.engine.parameter import ChunkPacking, UnshardedBuffer, pack
 from sharding.engine.transport import P2PExchange, P2PTransport
-from sharding.engine.unsharded_buffer import ChunkPacking, UnshardedBuffer, pack
 
 NUMEL = 1 << 16
 """Of one rank's part."""

@@ -27,7 +27,7 @@ from sharding import (
 )
 from sharding.describe.local_state_dicts import FLAT_PARAMETERS, local_parts
 from sharding.describe.members import LocalPart
-from sharding.engine.unsharded_buffer import UnshardedBuffer
+from sharding.engine.parameter import UnshardedBuffer
 from sharding.wrap import ModuleWrapPolicy
 from tests.conftest import RankFailed
 from tests.networks import ScaledBlock
