@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from html import escape
 
 _UNITS = ("kB", "MB", "GB", "TB", "PB")
+_OF_NUMBERS = str.maketrans({"k": "K", "G": "B"})
+"""The letters of units of bytes that differ for numbers: thousands, and billions."""
 SHOWN_ROWS = 50
 """An HTML table has at most so many rows."""
 
@@ -51,6 +53,15 @@ def count(number: int, noun: str) -> str:
     ('1 tensor', '2,000 tensors')
     """
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def amount(number: int) -> str:
+    """Returns a large number with three digits.
+
+    >>> amount(999), amount(46_300_000), amount(7_240_000_000)
+    ('999', '46.3 M', '7.24 B')
+    """
+    return str(number) if number < 1000 else size(number).translate(_OF_NUMBERS)[:-1]
 
 
 def natural(name: str) -> tuple[tuple[str, int], ...]:

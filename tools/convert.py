@@ -22,6 +22,7 @@ from tools.options import (
     Pair,
     add_name_changes,
     add_name_patterns,
+    add_quiet,
     add_storage_options,
     add_storage_options_of,
     by_first,
@@ -85,6 +86,7 @@ class Options:
     resume: bool
     verify: bool
     verbose: bool
+    quiet: bool
     as_json: bool
     storage_options: list[Option] | None = field(default=None, repr=False)
     dst_storage_options: list[Option] | None = field(default=None, repr=False)
@@ -104,7 +106,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--to",
         choices=get_args(FormatName),
         help="the format to write; without it that of DST's ending (.safetensors, .pt, .pth, .bin, "
-        ".gguf, .npz), else a folder of ckpt's own",
+        ".gguf, .npz), or without an ending a folder of ckpt's own",
     )
     parts = parser.add_mutually_exclusive_group()
     parts.add_argument(
@@ -171,6 +173,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     add("--verify", action="store_true", help="read the result back and compare every byte")
     add("-v", "--verbose", action="store_true", help="print each name with the names it comes from")
+    add_quiet(parser)
     add("--json", dest="as_json", action="store_true", help="the summary as JSON; -v: and the plan")
     add_storage_options(parser)
     add_storage_options_of(parser, "DST")
@@ -184,7 +187,7 @@ def run(options: Options) -> int:
     told = mapping(options.storage_options)
     with (
         ranks_of_torchrun() as (group, is_first),
-        progress("convert", lambda: tensor_bytes(options.src, told)) as advance,
+        progress("convert", lambda: tensor_bytes(options.src, told), options.quiet) as advance,
     ):
         report = convert(
             options.src,
@@ -219,7 +222,7 @@ def run(options: Options) -> int:
         return ExitCode.FINE
     if options.as_json:
         print(json_text(_summary(options, report, seconds)))
-    else:
+    elif not options.quiet:
         for line in _lines(options, report, seconds):
             print(line)
     return ExitCode.FINE

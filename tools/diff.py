@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from ckpt.display import count, printable, size
+from sharding.errors import listed
 from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import (
     MappingOption,
@@ -16,6 +18,7 @@ from tools.options import (
     Pair,
     add_name_changes,
     add_name_patterns,
+    add_quiet,
     add_storage_options,
     add_storage_options_of,
     by_first,
@@ -23,10 +26,11 @@ from tools.options import (
     mappings_of,
 )
 from tools.progress import progress, tensor_bytes
-from tools.text import json_text, place, shortened
+from tools.text import coloured, columns, json_text, place, shortened
 
 if TYPE_CHECKING:
-    from ckpt.checking.diff import Comparison, ValueDifference
+    from ckpt.checking.diff import Comparison, TensorDifference, ValueDifference
+    from ckpt.mapping.structure import StructureDifference
 
 HELP = Help(
     summary="compare two checkpoints of any format: names, elements, values, structure",
@@ -42,6 +46,10 @@ structure. The largest differences come first, then sums by module; random state
     ),
     codes=(ExitCode.DIFFERENT, *OF_A_READER, ExitCode.EXISTS),
 )
+SHOWN_DIFFERENCES = 20
+"""Of each kind, without -v."""
+SHOWN_MODULES = 16
+SHOWN_NAMES = 3
 CONTEXT = 20
 """Characters that are shown before the place where two long texts differ."""
 
@@ -64,6 +72,7 @@ class Options:
     tensors_only: bool
     ignore_dtype: bool
     verbose: bool
+    quiet: bool
     as_json: bool
     html: str | None
     storage_options: list[Option] | None = field(default=None, repr=False)
@@ -86,7 +95,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_name_changes(parser, "A")
     add("--tensors-only", action="store_true", help="compare neither plain values nor structure")
     add("--ignore-dtype", action="store_true", help="compare tensors of other dtypes as numbers")
-    add("-v", "--verbose", action="store_true", help="name the equal tensors too")
+    add("-v", "--verbose", action="store_true", help="all differences, and the equal tensors")
+    add_quiet(parser)
     add("--json", dest="as_json", action="store_true", help="the differences as JSON")
     add("--html", metavar="FILE", help="also write a page of A and the differences for a browser")
     add_storage_options(parser)
@@ -102,7 +112,7 @@ def run(options: Options) -> int:
         from tools.page.html_page import check_may_write
 
         check_may_write(options.html)
-    with progress("diff", lambda: tensor_bytes(options.a, told)) as advance:
+    with progress("diff", lambda: tensor_bytes(options.a, told), options.quiet) as advance:
         found = diff(
             options.a,
             options.b,
@@ -128,10 +138,9 @@ def run(options: Options) -> int:
         if not options.verbose:
             del described["equal_tensors"]
         print(json_text(described))
-    else:
-        for name in found.equal_tensors if options.verbose else ():
-            print(f"= {printable(name)}")
-        _print(found)
+    elif not options.quiet:
+        for line in _lines(found, options.verbose):
+            print(line)
     return ExitCode.FINE if found.equal else ExitCode.DIFFERENT
 
 
@@ -154,13 +163,13 @@ def _value_line(value: ValueDifference) -> str:
     """
     name, a, b = printable(value.name), value.a, value.b
     if a is None:
-        return f"+ {name}: only in B: {shortened(b or '')}"
+        return coloured(f"+ {name}: only in B: {shortened(b or '')}", "added")
     if b is None:
-        return f"- {name}: only in A: {shortened(a)}"
+        return coloured(f"- {name}: only in A: {shortened(a)}", "removed")
     if shortened(a) == shortened(b):
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
         a, b = (f"...{text[same - CONTEXT :]}" for text in (a, b))
-    return f"! {name}: {shortened(a)} in A, {shortened(b)} in B"
+    return coloured(f"! {name}: {shortened(a)} in A, {shortened(b)} in B", "changed")
 
 
 def _prefix_notes(found: Comparison) -> Iterator[str]:
@@ -189,35 +198,103 @@ def _prefix(more: Sequence[str], less: Sequence[str]) -> str | None:
     return next((end for end in ends if all(f"{end}.{name}" in names for name in less)), None)
 
 
-def _print(found: Comparison) -> None:
+def _lines(found: Comparison, is_verbose: bool) -> Iterator[str]:
+    """Yields the report for people: the largest differences first, random states apart."""
+    if is_verbose:
+        yield from (f"= {printable(name)}" for name in found.equal_tensors)
     if not found.equal:
-        print(f"A is {place(found.a)}")
-        print(f"B is {place(found.b)}")
-    for name in found.only_a:
-        print(f"- {printable(name)}: only in A")
-    for name in found.only_b:
-        print(f"+ {printable(name)}: only in B")
-    for tensor in found.tensors:
-        print(f"! {printable(tensor.name)}: {printable(tensor.detail)}")
-    for value in found.values:
-        print(_value_line(value))
-    for one in found.structure:
-        name = printable(one.name) or "the whole"
-        print(f"! {name}: {printable(one.a)} in A, {printable(one.b)} in B")
+        yield f"A is {place(found.a)}"
+        yield f"B is {place(found.b)}"
+    most = None if is_verbose else SHOWN_DIFFERENCES
+    random = [one for one in found.tensors if is_random(one.name)]
+    others = [one for one in found.tensors if not is_random(one.name)]
+    parts = (
+        [coloured(f"- {printable(name)}: only in A", "removed") for name in found.only_a],
+        [coloured(f"+ {printable(name)}: only in B", "added") for name in found.only_b],
+        [_tensor_line(one) for one in sorted(others, key=_order)],
+        [_value_line(value) for value in found.values],
+        [_structure_line(one) for one in found.structure],
+    )
+    for lines in parts:
+        yield from lines[:most]
+        if most is not None and len(lines) > most:
+            yield f"... and {len(lines) - most:,} more; -v prints all"
+    if len(others) >= SHOWN_MODULES // 2:
+        yield from _module_lines(others, found.equal_tensors)
+    if random:
+        which = listed([one.name for one in random], SHOWN_NAMES)
+        yield f"random states, which differ at each step: {printable(which)}"
     for note in (*found.notes, *_prefix_notes(found)):
-        print(f"note: {printable(note)}")
+        yield f"note: {printable(note)}"
+    yield from _sum_lines(found, max((one.max_abs for one in others), default=0.0))
+
+
+def _order(one: TensorDifference) -> tuple[bool, bool, float]:
+    """Other shapes and dtypes first, then by the largest |a - b|; counters of steps last."""
+    return one.problem == "values", one.elements == 1, -one.max_abs
+
+
+def _tensor_line(one: TensorDifference) -> str:
+    return coloured(f"! {printable(one.name)}: {printable(one.detail)}", "changed")
+
+
+def _structure_line(one: StructureDifference) -> str:
+    name = printable(one.name) or "the whole"
+    return coloured(f"! {name}: {printable(one.a)} in A, {printable(one.b)} in B", "changed")
+
+
+def is_random(name: str) -> bool:
+    """Whether a tensor is by its name the state of a random generator.
+
+    >>> is_random("rng.rank0.torch"), is_random("rng_state.cpu"), is_random("model.rngs.w")
+    (True, True, False)
+    """
+    first = name.partition(".")[0]
+    return first in ("rng", "random") or first.startswith(("rng_", "random_"))
+
+
+def _module_lines(differing: Sequence[TensorDifference], equal: Sequence[str]) -> Iterator[str]:
+    """Yields the sums by module, with at most `SHOWN_MODULES` modules."""
+    names = [one.name.split(".") for one in differing]
+    depth = next(
+        (n for n in (3, 2) if len({tuple(name[:n]) for name in names}) <= SHOWN_MODULES), 1
+    )
+
+    def module(name: str) -> str:
+        return ".".join(name.split(".")[:depth])
+
+    same = Counter(map(module, equal))
+    modules: dict[str, list[TensorDifference]] = {}
+    for one in differing:
+        modules.setdefault(module(one.name), []).append(one)
+    rows = [
+        (
+            f"  {printable(name)}",
+            f"{len(ones):,} of {len(ones) + same[name]:,}",
+            f"{sum(one.differing for one in ones):,}",
+            f"{max(one.max_abs for one in ones):.6g}",
+        )
+        for name, ones in modules.items()
+    ]
+    yield "differences by module:"
+    head = ("  MODULE", "TENSORS", "ELEMENTS", "LARGEST")
+    yield from columns([head, *rows], right=[1, 2, 3])
+
+
+def _sum_lines(found: Comparison, largest: float) -> Iterator[str]:
     compared = f"{count(found.compared_tensors, 'tensor')}, {size(found.compared_bytes)} compared"
     if found.close_tensors:
         compared += f"; {found.close_tensors} within the tolerance and not equal"
-    if found.max_abs:
-        compared += f"; the largest difference is {found.max_abs:.6g}"
+        largest = max(largest, found.max_abs)
+    if largest:
+        compared += f"; the largest difference is {largest:.6g}"
     if found.equal:
-        print(f"no difference: {compared}")
+        yield f"{coloured('no difference', 'sound')}: {compared}"
         return
     names = len(found.only_a) + len(found.only_b)
     every = names + len(found.tensors) + len(found.values) + len(found.structure)
     nests = f", {len(found.structure)} in structure" if found.structure else ""
-    print(
-        f"{count(every, 'difference')}: {names} in names, {len(found.tensors)} in tensors, "
-        f"{len(found.values)} in values{nests}; {compared}"
+    yield (
+        f"{coloured(count(every, 'difference'), 'damaged')}: {names} in names, "
+        f"{len(found.tensors)} in tensors, {len(found.values)} in values{nests}; {compared}"
     )

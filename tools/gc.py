@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckpt.display import count, printable, size
 from tools.exit_codes import OF_A_READER, ExitCode, Help
-from tools.options import Option, add_storage_options, mapping
+from tools.options import Option, add_quiet, add_storage_options, mapping
 from tools.text import age, columns, duration, json_text
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class Options:
     url: str
     delete: bool
     older_than: float | None
+    quiet: bool
     as_json: bool
     storage_options: list[Option] | None = field(default=None, repr=False)
 
@@ -52,6 +53,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="the least age of an old one: 90m, 2h or 3d; default 25h, when no save can need it "
         "any more; use less only while no save to the folder runs",
     )
+    add_quiet(parser)
     parser.add_argument("--json", dest="as_json", action="store_true", help="the list as JSON")
     add_storage_options(parser)
 
@@ -72,6 +74,8 @@ def run(options: Options) -> int:
         )
     if options.as_json:
         print(json_text({"url": options.url, "left_overs": [asdict(one) for one in found]}))
+        return ExitCode.FINE
+    if options.quiet:
         return ExitCode.FINE
     rows = [
         (printable(_path(one)), one.kind, size(one.nbytes), age(one.age_seconds), _state(one))

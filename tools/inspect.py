@@ -11,8 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ckpt.display import count, printable, size
+from ckpt.display import amount, count, printable, size
+from ckpt.loading.newest import BEGAN
+from ckpt.mapping.changes import parameters_in
 from ckpt.match.selection import check_names_some
+from ckpt.run.history import METRICS, PROVENANCE, metrics_of, program_of
 from ckpt.state.patterns import matches
 from ckpt.state.saved import by_name
 from formats.catalog import (
@@ -25,9 +28,18 @@ from formats.catalog import (
     plain_values,
     str_of,
 )
+from sharding.layout import (
+    FlatShard,
+    Layout,
+    Only,
+    Replicate,
+    Shard,
+    Split,
+    StridedShard,
+)
 from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import Option, add_storage_options, mapping
-from tools.text import columns, json_text, place, shortened
+from tools.text import columns, date, json_text, numbers, place, shortened
 
 if TYPE_CHECKING:
     from ckpt.opening.sources import Source
@@ -46,6 +58,18 @@ values, files, and the program that saved it. No tensor is read.""",
     ),
     codes=(*OF_A_READER, ExitCode.EXISTS),
 )
+LEGEND = (
+    (Replicate, ("R", "each rank of the axis has the whole")),
+    (Shard, ("S(D)", "each rank of the axis has a part of dimension D")),
+    (
+        StridedShard,
+        ("SS(D,N)", "as S(D), of each of N chunks of the dimension"),
+    ),
+    (FlatShard, ("F(O,N)", "a part of a packed buffer, N elements a rank; the tensor begins at O")),
+    (Split, ("split", "the ranks of the axis had the whole, and each has written a part")),
+    (Only, ("only(I)", "rank I of the axis alone has it")),
+)
+"""The placements as `ckpt inspect` shows them, with their meanings."""
 MAX_DEPTH = 64
 """The most dots at which a name is split."""
 
@@ -166,13 +190,14 @@ def _lines(
     tensors = {name: record for name, record in catalog.tensors.items() if chosen(name)}
     files = catalog.files
     total = size(sum(file.size for file in files))
+    parameters = 0 if options.patterns else parameters_in(catalog)
+    weights = f"{amount(parameters)} parameters, " if parameters else ""
     yield (
-        f"{place(options.url)}: {catalog.format}, {count(len(tensors), 'tensor')}, "
+        f"{place(options.url)}: {catalog.format}, {weights}{count(len(tensors), 'tensor')}, "
         f"{size(sum(record.nbytes for record in tensors.values()))}; "
         f"{count(len(values), 'plain value')}; {count(len(files), 'file')}, {total}"
     )
-    for key, text in catalog.metadata.items():
-        yield f"  {printable(key)}: {shortened(text)}"
+    yield from _metadata_lines(catalog.metadata)
     for note in catalog.notes:
         yield f"  note: {printable(note)}"
     if catalog.bases:
@@ -183,12 +208,54 @@ def _lines(
     if rows:
         yield ""
         yield from columns(rows, right=[3])
+        yield from legend(record.layout for record in tensors.values())
     if values and not options.values:
         yield ""
         yield f"{count(len(values), 'plain value')}; --values shows them"
     if options.files:
         yield ""
         yield from columns([(printable(f.name), size(f.size)) for f in files] or [("", "")], [1])
+
+
+def _metadata_lines(metadata: Mapping[str, str]) -> Iterator[str]:
+    """Yields the metadata with dates as dates, metrics as numbers and the program's parts."""
+    for key, text in metadata.items():
+        parts = program_of(metadata) if key == PROVENANCE else {}
+        metrics = metrics_of(metadata) if key == METRICS else {}
+        shown = date(text) if key in ("time", BEGAN) else numbers(metrics) or text
+        yield f"  {printable(key)}:{'' if parts else f' {shortened(shown)}'}"
+        for name, value in parts.items():
+            said = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            yield f"    {printable(name)}: {shortened(said)}"
+
+
+def legend(layouts: Iterable[Layout | None]) -> Iterator[str]:
+    r"""Yields the meanings of the placements that layouts have, after an empty line.
+
+    >>> from sharding.layout import Mesh, Replicate, Shard
+    >>> print(*legend([Layout((8, 4), Mesh.grid(("dp",), (2,)), (Shard(0),))]), sep="\n")
+    <BLANKLINE>
+    layouts: dp:2=S(0) is axis dp of the mesh, 2 ranks, with placement S(0)
+      S(D)  each rank of the axis has a part of dimension D
+    """
+    known = {one for one in layouts if one is not None}
+    kinds = {type(each) for one in known for each in one.placements}
+    if not any(one.mesh.size > 1 for one in known):
+        return
+    name, number, placement = min(
+        (printable(name), number, str(placement))
+        for one in known
+        for name, number, placement in zip(
+            one.mesh.names, one.mesh.sizes, one.placements, strict=True
+        )
+        if number > 1
+    )
+    yield ""
+    yield (
+        f"layouts: {name}:{number}={placement} is axis {name} of the mesh, {number} ranks, with "
+        f"placement {placement}"
+    )
+    yield from columns([(f"  {sign}", text) for kind, (sign, text) in LEGEND if kind in kinds])
 
 
 def _tree(

@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import sys
 from argparse import ArgumentParser
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from ckpt.display import printable
 from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import Option, add_storage_options, mapping
-from tools.text import tell
+from tools.text import json_text, tell
 
 HELP = Help(
     summary="print the path of the newest checkpoint with an intact manifest and all its files",
@@ -34,6 +34,7 @@ class Options:
 
     url: str
     verify: bool
+    as_json: bool
     storage_options: list[Option] | None = field(default=None, repr=False)
 
 
@@ -48,6 +49,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="compare every checksum too; without it, no tensor is read: the manifest has to be "
         "intact, and its files to be there in their sizes",
     )
+    parser.add_argument(
+        "--json", dest="as_json", action="store_true", help="the path and what is skipped, as JSON"
+    )
     add_storage_options(parser)
 
 
@@ -56,6 +60,10 @@ def run(options: Options) -> int:
     from ckpt.loading.newest import newest_sound
 
     found, skipped = newest_sound(options.url, options.verify, mapping(options.storage_options))
+    if options.as_json:
+        told = [asdict(one) for one in skipped]
+        print(json_text({"url": options.url, "latest": found, "skipped": told}))
+        return ExitCode.FINE
     for one in skipped:
         tell(f"ckpt: skipped: {printable(one.message)}")
     _print_path(found)

@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ckpt.display import natural, printable, size
+from ckpt.display import amount, natural, printable, size
 from ckpt.errors import NotACheckpointError
+from ckpt.mapping.changes import parameters_in
 from formats.catalog import Catalog
 from formats.errors import FormatError
 from formats.native.borrowed import beside
@@ -23,7 +24,7 @@ from formats.native.manifest import MANIFEST
 from formats.storage import Reader
 from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import Option, add_storage_options, mapping
-from tools.text import age, columns, json_text, shortened
+from tools.text import Meaning, age, coloured, columns, date, json_text, numbers, shortened
 
 if TYPE_CHECKING:
     from ckpt.stores.store import Store
@@ -62,7 +63,10 @@ class Row:
     name: str
     format: str
     tensors: int
+    parameters: int
+    """The elements in the weights of the model, tied ones once."""
     bytes: int
+    """The size of its files; chunks that it borrows from another checkpoint are not in them."""
     world_size: str
     """The number of ranks that wrote it; empty if the format does not tell."""
     time: str
@@ -127,43 +131,53 @@ def run(options: Options) -> int:
 
 
 def _lines(rows: Sequence[Row]) -> list[str]:
-    head = ("NAME", "FORMAT", "TENSORS", "SIZE", "RANKS", "TIME", "STATE")
+    head = ("NAME", "FORMAT", "TENSORS", "PARAMETERS", "SIZE", "RANKS", "SAVED", "STATE")
     cells = [
         (
             printable(row.name),
             row.format or "-",
             f"{row.tensors:,}",
+            _parameters(row),
             size(row.bytes),
             printable(row.world_size or "-"),
-            printable(row.time or "-"),
-            printable(row.state),
+            printable(date(row.time) if row.time else "-"),
+            _state(row),
         )
         for row in rows
     ]
-    return columns([head, *cells], right=[2, 3, 4])
+    return columns([head, *cells], right=[2, 3, 4, 5])
 
 
 def _run_lines(rows: Sequence[Row]) -> list[str]:
-    head = ("NAME", "STEP", "AGE", "SIZE", "RANKS", "STATE", "METRICS")
+    head = ("NAME", "STEP", "AGE", "PARAMETERS", "SIZE", "RANKS", "STATE", "METRICS")
     cells = [
         (
             printable(row.name),
             "-" if row.step is None else str(row.step),
             "-" if row.age_seconds is None else age(row.age_seconds),
+            _parameters(row),
             size(row.bytes),
             printable(row.world_size or "-"),
-            printable(_state(row)),
-            ", ".join(f"{printable(name)}={value:.6g}" for name, value in row.metrics.items()),
+            _state(row),
+            numbers(row.metrics),
         )
         for row in rows
     ]
-    return columns([head, *cells], right=[1, 2, 3, 4])
+    return columns([head, *cells], right=[1, 2, 3, 4, 5])
+
+
+def _parameters(row: Row) -> str:
+    return amount(row.parameters) if row.parameters else "-"
 
 
 def _state(row: Row) -> str:
     counted = f", {row.nonfinite} NaN or infinite" if row.nonfinite else ""
     pinned = f", pinned: {', '.join(row.pins)}" if row.pins else ""
-    return f"{row.state}{counted}{pinned}"
+    state = coloured(printable(row.state), _MEANINGS.get(row.state, "damaged"))
+    return f"{state}{counted}{printable(pinned)}"
+
+
+_MEANINGS: Mapping[str, Meaning] = {"complete": "sound", "unfinished": "changed"}
 
 
 def _text(value: object) -> str:
@@ -242,11 +256,11 @@ def _row(url: str, name: str, told: Mapping[str, object] | None) -> Row | None:
     except NotACheckpointError:
         with open_store(url, told) as store:
             begun = any(_SHARD.fullmatch(file) for file in store.names())
-        return Row(name, "ckpt", 0, 0, "", "", "unfinished") if begun else None
+        return Row(name, "ckpt", 0, 0, 0, "", "", "unfinished") if begun else None
     except FormatError as error:
-        return Row(name, "", 0, 0, "", "", f"{error.kind}: {error}")
+        return Row(name, "", 0, 0, 0, "", "", f"{error.kind}: {error}")
     except OSError as error:
-        return Row(name, "", 0, 0, "", "", f"unreadable: {error}")
+        return Row(name, "", 0, 0, 0, "", "", f"unreadable: {error}")
     found = run_step(Committed(name, catalog.metadata.get("time", ""), catalog.metadata))
     said: dict[str, Any] = {}
     if found is not None and STEP in catalog.metadata:
@@ -257,7 +271,8 @@ def _row(url: str, name: str, told: Mapping[str, object] | None) -> Row | None:
         name,
         catalog.format,
         len(catalog.tensors),
-        catalog.nbytes,
+        parameters_in(catalog),
+        sum(file.size for file in catalog.files),
         catalog.metadata.get("world_size", ""),
         catalog.metadata.get("time", ""),
         wrong or (f"its base {', '.join(gone)} missing" if gone else "complete"),

@@ -135,6 +135,13 @@ Option: TypeAlias = tuple[str, object]
 _PYTHON_S = {"True": "true", "False": "false", "None": "null"}
 
 
+def add_quiet(parser: ArgumentParser, effect: str = "print nothing but errors") -> None:
+    """Declares `-q`, of a command whose exit code tells the outcome."""
+    parser.add_argument(
+        "-q", "--quiet", action="store_true", help=f"{effect}, and show no progress"
+    )
+
+
 def add_storage_options(parser: ArgumentParser) -> None:
     """Declares `-o`, for every command whose arguments may be URLs."""
     parser.add_argument(

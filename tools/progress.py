@@ -20,12 +20,14 @@ _note: Timer | None = None
 
 
 @contextmanager
-def progress(label: str, total: Callable[[], int | None]) -> Iterator[Progress | None]:
-    """Yields the function for long work: a bar's if stderr is a terminal, else None.
+def progress(
+    label: str, total: Callable[[], int | None], quiet: bool = False
+) -> Iterator[Progress | None]:
+    """Yields the function for long work: a bar's if stderr is a terminal, else or if quiet None.
 
     `total` returns the bytes of all work, or None; it is called only for a bar.
     """
-    if sys.stderr is None or not sys.stderr.isatty():
+    if quiet or sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
     from tqdm import tqdm

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import sys
+import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 from ckpt.display import printable
 from ckpt.run.retention import Keep
@@ -41,16 +44,76 @@ def shortened(text: str) -> str:
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
+Meaning = Literal["sound", "damaged", "added", "removed", "changed"]
+_COLOURS: Mapping[Meaning, int] = {
+    "sound": 32,
+    "damaged": 31,
+    "added": 32,
+    "removed": 31,
+    "changed": 33,
+}
+_COLOUR = re.compile("\x1b\\[[0-9]+m")
+
+
+def coloured(text: str, meaning: Meaning) -> str:
+    """Returns the text in the colour of its meaning, if stdout is a terminal that shows colours.
+
+    NO_COLOR in the environment, with any value, prevents colours (no-color.org).
+    """
+    is_shown = sys.stdout is not None and sys.stdout.isatty()
+    if not is_shown or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    return f"\x1b[{_COLOURS[meaning]}m{text}\x1b[0m"
+
+
+def _width(cell: str) -> int:
+    return len(_COLOUR.sub("", cell))
+
+
+def date(text: str) -> str:
+    """Returns a time of a manifest, in ISO 8601 or in seconds since 1970, as a date; or the text.
+
+    >>> date("2026-11-26T07:33:49Z"), date("1795678428.059178"), date("today")
+    ('2026-11-26 07:33:49 UTC', '2026-11-26 07:33:48 UTC', 'today')
+    """
+    if _ISO.fullmatch(text):
+        return f"{text[:10]} {text[11:19]} UTC"
+    if _SECONDS.fullmatch(text):
+        with suppress(ValueError, OverflowError, OSError):
+            return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(float(text)))
+    return text
+
+
+_SECONDS = re.compile(r"\d{9,11}\.\d{6}")
+_ISO = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
+
+
+def numbers(metrics: Mapping[str, float]) -> str:
+    """Returns metrics as text for people.
+
+    >>> numbers({"loss": 3.612345678, "tokens": 120000})
+    'loss=3.61235, tokens=120,000'
+    """
+    return ", ".join(f"{printable(name)}={_number_text(one)}" for name, one in metrics.items())
+
+
+def _number_text(number: float) -> str:
+    is_whole = number == number // 1 and abs(number) < 1e15
+    return f"{number:,.0f}" if is_whole else f"{number:.6g}"
+
+
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
     """Returns rows as lines with aligned columns, those in `right` aligned to the right.
 
     >>> columns([("w", "8 B", "x"), ("bias", "16 B", "")], right=[1])
     ['w      8 B  x', 'bias  16 B']
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            cell.rjust(width) if index in right else cell.ljust(width)
+            " " * (width - _width(cell)) + cell
+            if index in right
+            else cell + " " * (width - _width(cell))
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows

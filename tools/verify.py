@@ -10,9 +10,9 @@ from ckpt.checking.report import Report
 from ckpt.display import count, printable, size
 from ckpt.errors import CkptError, NotACheckpointError
 from tools.exit_codes import OF_A_READER, ExitCode, Help, code_of
-from tools.options import Option, add_storage_options, mapping, with_options
+from tools.options import Option, add_quiet, add_storage_options, mapping, with_options
 from tools.progress import file_bytes, progress
-from tools.text import json_text, place, tell
+from tools.text import coloured, json_text, place, tell
 
 HELP = Help(
     summary="check every checksum, file and size; without the model's code",
@@ -21,7 +21,7 @@ Reads checkpoints of any format and checks every checksum, file and size. The co
 not needed. Names each damaged tensor with its file and its bytes.""",
     examples=(
         ("ckpt verify runs/gpt/step-100", "whether a checkpoint is sound"),
-        ("ckpt verify runs/gpt/*/", "which checkpoints of a run are sound"),
+        ("ckpt verify -q runs/gpt/*/", "the problems of all checkpoints of a run"),
     ),
     codes=(ExitCode.DIFFERENT, *OF_A_READER),
 )
@@ -34,6 +34,7 @@ class Options:
 
     urls: list[str]
     verbose: bool
+    quiet: bool
     as_json: bool
     storage_options: list[Option] | None = field(default=None, repr=False)
 
@@ -46,6 +47,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="print all problems, not only the first ones"
     )
+    add_quiet(parser, "print only the problems")
     parser.add_argument(
         "--json",
         dest="as_json",
@@ -80,7 +82,7 @@ def run(options: Options) -> int:
         is_sound = is_sound and report.sound
         reports.append({**asdict(report), "sound": report.sound})
         if not options.as_json:
-            _print(report, None if options.verbose else SHOWN_PROBLEMS)
+            _print(report, options)
     if options.as_json:
         print(json_text({"reports": reports} if len(reports) > 1 else reports[0]))
     if failed is not None:
@@ -92,7 +94,7 @@ def _verified(url: str, options: Options) -> Report:
     from ckpt.checking.verify import verify
 
     told = mapping(options.storage_options)
-    with progress("verify", lambda: file_bytes(url, told)) as advance:
+    with progress("verify", lambda: file_bytes(url, told), options.quiet) as advance:
         try:
             return verify(url, advance, storage_options=told)
         except NotACheckpointError as error:
@@ -114,15 +116,19 @@ def _is_local_run(url: str) -> bool:
         return below is not None and below.is_in(url)
 
 
-def _print(report: Report, most: int | None) -> None:
-    shown = report.problems[:most]
+def _print(report: Report, options: Options) -> None:
+    shown = report.problems[: None if options.verbose else SHOWN_PROBLEMS]
     for problem in shown:
-        print(printable(problem.message))
+        print(coloured(printable(problem.message), "damaged"))
     if len(report.problems) > len(shown):
         print(f"... and {len(report.problems) - len(shown)} more; -v prints all")
+    if options.quiet:
+        return
     for note in report.notes:
         print(f"note: {printable(note)}")
-    found = "sound" if report.sound else f"NOT SOUND, {count(len(report.problems), 'problem')}"
+    found = coloured("sound", "sound")
+    if not report.sound:
+        found = coloured(f"NOT SOUND, {count(len(report.problems), 'problem')}", "damaged")
     found += ", but it has no tensors" if report.tensors == 0 and report.sound else ""
     print(f"{place(report.url)}: {found}")
     hashed = f"; {size(report.bytes_checked)} compared" if report.bytes_checked else ""

@@ -155,8 +155,8 @@ def convert(
 
     Args:
         to: `ckpt`, `safetensors`, `hf`, `torch`, `dcp`, `gguf` or `npz`. By default the end of
-            `dst` decides (`.safetensors`, `.pt`, `.pth`, `.bin`, `.gguf`, `.npz`); a folder becomes
-            `ckpt`. The ending of a format that is not written is refused.
+            `dst` decides (`.safetensors`, `.pt`, `.pth`, `.bin`, `.gguf`, `.npz`); a name
+            without an ending becomes `ckpt`. Other endings are refused.
         select: a key path. The conversion takes the entries below it and removes it from the names.
             By default of a training's folder the weights, if the target's format is one of weights;
             for `hf` also the model of a checkpoint with a model and an optimizer (see `part`),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 
@@ -71,19 +72,25 @@ def format_of(target: str, to: str | None) -> Format:
         return Format.TORCH
     if name.endswith((".safetensors", ".gguf", ".npz")):
         return Format(name.rpartition(".")[2])
-    _check_no_foreign_ending(target)
+    _check_ending(target)
     return Format.CKPT
 
 
-def _check_no_foreign_ending(target: str) -> None:
-    """Raises ArgumentError if a name ends as files of a format that is not written."""
+_ENDING = re.compile(r"\.[a-z][a-z0-9_]*")
+"""What may be the ending of a file: `.onnx`, and not the `.5` of `step-1.5`."""
+
+
+def _check_ending(target: str) -> None:
+    """Raises ArgumentError if a name ends as a file of a format that is not written, or unknown."""
     ending = os.path.splitext(target.rstrip("/"))[1].lower()
-    if ending in ENDINGS:
-        raise ArgumentError(
-            f"{without_secrets(target)} ends with {ending}, which is {ENDINGS[ending]}, and no "
-            "such file is written; end it with .safetensors, .pt, .gguf or .npz, or name the "
-            "folder's format (to='ckpt')"
-        )
+    if not _ENDING.fullmatch(ending):
+        return
+    known = ENDINGS.get(ending)
+    what = "no format that is known" if known is None else f"{known}, and no such file is written"
+    raise ArgumentError(
+        f"{without_secrets(target)} ends with {ending}, which is {what}; end it with "
+        ".safetensors, .pt, .gguf or .npz, or name the folder's format (to='ckpt')"
+    )
 
 
 def left_out(chosen: Format, state: Outgoing) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
+from math import prod
 from pathlib import Path
 from typing import Literal, TypeGuard
 
@@ -327,6 +328,25 @@ def weights_in(catalog: Catalog, tree: Tree, path: str = "") -> Iterator[str]:
     elif isinstance(tree, list | tuple):
         for index, item in enumerate(tree):
             yield from weights_in(catalog, item, join(path, index))
+
+
+def parameters_in(catalog: Catalog) -> int:
+    """Returns the number of elements in the weights of the model; tied names count once.
+
+    Buffers of floats are among them: a checkpoint does not tell them from parameters. Without an
+    entry that is the model, all weights count that belong to no optimizer.
+    """
+    place = place_of_model(catalog)
+    tree = Saved(catalog).node(place) if place else catalog.tree
+    if isinstance(tree, dict) and not place:
+        tree = {key: item for key, item in tree.items() if not is_of_training(key)}
+    tied = catalog.aliases
+    names = {tied.get(name, name) for name in weights_in(catalog, _known(tree), place)}
+    return sum(prod(catalog.tensors[name].shape) for name in names if name in catalog.tensors)
+
+
+def _known(tree: Tree | Missing) -> Tree:
+    return {} if isinstance(tree, Missing) else tree
 
 
 def weights_beside(catalog: Catalog, place: str) -> tuple[str, ...]:

@@ -1,19 +1,36 @@
 import json
+import re
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+import ckpt
 from ckpt.saving.save import save
+from sharding.layout import Layout, Mesh, Shard, Split
 from tools.exit_codes import ExitCode
-from tools.inspect import selects
+from tools.inspect import legend, selects
 
 
 def test_a_tree_shows_dtype_shape_bytes_and_placement(run, saved):
     lines = run("inspect", saved).out.splitlines()
-    assert lines[0].startswith(f"{saved}: ckpt, 4 tensors, ")
+    assert lines[0].startswith(f"{saved}: ckpt, 36 parameters, 4 tensors, ")
     (embed,) = [line for line in lines if line.split()[:1] == ["embed.weight"]][:1]
     assert embed.split() == ["embed.weight", "float32", "[8,", "4]", "128", "B", "world:1=R"]
+
+
+def test_layouts_have_a_legend_dates_are_dates_and_metrics_are_numbers(run, tmp_path):
+    with ckpt.Checkpointer(tmp_path, every_steps=1, signals=()) as trained:
+        trained.save(1, {"w": torch.zeros(4)}, {"loss": 3.612345678, "tokens": 120_000})
+    out = run("inspect", tmp_path / "step-1").out
+    assert "  metrics: loss=3.61235, tokens=120,000\n" in out
+    assert re.search(r"\n  run:\n    command: ", out)
+    assert len(re.findall(r"  (?:time|began): \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC\n", out)) == 2
+    assert "layouts:" not in out  # one rank has everything
+    mesh = Mesh.grid(("dp", "tp"), (2, 2))
+    found = list(legend([Layout((8, 4), mesh, (Shard(0), Split())), None]))
+    assert found[1].startswith("layouts: dp:2=S(0) is axis dp of the mesh, 2 ranks, ")
+    assert [line.split()[0] for line in found[2:]] == ["S(D)", "split"]
 
 
 def test_what_the_writer_said_of_itself_is_shown(run, saved):

@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -22,6 +23,16 @@ def run(tmp_path: Path) -> Path:
 def test_the_path_stands_alone_on_a_line(run, capsys):
     assert main(["latest", str(run)]) == ExitCode.FINE
     assert capsys.readouterr() == (f"{run}/step-10\n", "")
+
+
+def test_json_has_the_path_and_what_was_skipped(run, capsys):
+    (run / "step-10" / "manifest.json").write_bytes(b"{")
+    assert main(["latest", "--json", str(run)]) == ExitCode.FINE
+    found = json.loads(capsys.readouterr().out)
+    assert found["latest"] == f"{run}/step-9"
+    assert [(one["url"], one["kind"]) for one in found["skipped"]] == [
+        (f"{run}/step-10", "corrupt")
+    ]
 
 
 def test_what_is_skipped_is_told_on_stderr(run, capsys):

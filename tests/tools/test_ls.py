@@ -1,22 +1,27 @@
 import json
 import shutil
+import time
 
 import torch
 
 import ckpt
+from ckpt.display import size
 from ckpt.saving.save import save
 from tools.exit_codes import ExitCode
+
+COUNTED = ("PARAMETERS", "SIZE", "RANKS")
 
 
 def test_the_checkpoints_of_a_run_are_listed_in_the_order_of_their_numbers(run, tmp_path):
     for step in (10, 9, 100):
         save(tmp_path / f"step-{step}", {"w": torch.zeros(4), "step": step})
     lines = run("ls", tmp_path).out.splitlines()
-    assert lines[0].split() == ["NAME", "FORMAT", "TENSORS", "SIZE", "RANKS", "TIME", "STATE"]
+    assert lines[0].split() == ["NAME", "FORMAT", "TENSORS", *COUNTED, "SAVED", "STATE"]
     assert [line.split()[0] for line in lines[1:]] == ["step-9", "step-10", "step-100"]
-    name, kind, tensors, size, unit, ranks, _, state = lines[1].split()
-    assert (name, kind, tensors, size, unit, ranks) == ("step-9", "ckpt", "1", "16", "B", "1")
-    assert state == "complete"
+    *row, day, _, _, state = lines[1].split()
+    on_disk = size(sum(file.stat().st_size for file in (tmp_path / "step-9").iterdir()))
+    assert row == ["step-9", "ckpt", "1", "4", *on_disk.split(), "1"]
+    assert (day, state) == (time.strftime("%Y-%m-%d", time.gmtime()), "complete")
 
 
 def test_a_save_that_was_not_finished_is_listed_as_such(run, saved):
@@ -113,7 +118,7 @@ def test_the_checkpoints_of_a_run_show_steps_ages_soundness_and_metrics(run, tmp
     trained(tmp_path)
     save(tmp_path / "final", {"w": torch.zeros(4)})
     lines = run("ls", tmp_path).out.splitlines()
-    assert lines[0].split() == ["NAME", "STEP", "AGE", "SIZE", "RANKS", "STATE", "METRICS"]
+    assert lines[0].split() == ["NAME", "STEP", "AGE", *COUNTED, "STATE", "METRICS"]
     assert [line.split()[:2] for line in lines[1:]] == [
         ["final", "-"],
         *([f"step-{step}", str(step)] for step in (10, 20, 30)),

@@ -1,4 +1,7 @@
+import json
+import os
 import shutil
+import sys
 import time
 from itertools import permutations
 from pathlib import Path
@@ -9,6 +12,7 @@ import torch
 import ckpt
 from ckpt.removing import gc as collecting
 from tools.exit_codes import ExitCode
+from tools.main import main
 
 
 @pytest.mark.parametrize("ending", ["", "/", "/.", "/.//"])
@@ -171,6 +175,55 @@ def test_a_dry_run_tells_the_same_and_deletes_nothing(run, trained: Path):
         assert told.replace("would delete", "deleted") == run("rm", trained, "--keep", rules).out
     assert run("rm", "-n", trained / "step-6").out == f"would delete {trained}/step-6\n"
     assert names(trained) == ["final", "step-6"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "question"),
+    [
+        (["step-6"], "step-6 is the newest of its folder? [y/N] "),
+        (["step-1", "step-2"], "delete 2 checkpoints (step-1, step-2)? [y/N] "),
+        ([".", "--keep", "last=2"], "delete 3 checkpoints (./step-3, ./step-2, ./step-1)? [y/N] "),
+        (["step-6", "-y"], ""),
+        (["step-1"], ""),
+    ],
+)
+def test_a_terminal_is_asked_before_several_or_the_newest_are_deleted(
+    run, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys, arguments, question
+):
+    monkeypatch.chdir(trained)
+    before = names(trained)
+    for answer in ("n\n", "", "yes\n"):
+        ours, theirs = os.openpty()
+        os.write(ours, (answer or "\x04").encode())
+        with os.fdopen(theirs, "r") as terminal, capsys.disabled():
+            monkeypatch.setattr("sys.stdin", terminal)
+            monkeypatch.setattr("sys.stderr", os.fdopen(os.dup(theirs), "w"))
+            code = main(["rm", "-q", *arguments])
+            sys.stderr.close()
+            shown = ""
+            while question not in shown:
+                shown += os.read(ours, 4096).decode()
+        os.close(ours)
+        monkeypatch.undo()
+        monkeypatch.chdir(trained)
+        if not question:
+            break
+        if answer != "yes\n":
+            assert (code, names(trained)) == (ExitCode.USAGE, before)
+    assert code == ExitCode.FINE
+    assert len(names(trained)) < len(before)
+
+
+def test_json_has_the_deleted_and_the_kept(run, trained: Path):
+    found = json.loads(run("rm", trained, "--keep", "last=2,every=3", "--json", "-n").out)
+    assert found == {
+        "deleted": [f"{trained}/step-2", f"{trained}/step-1"],
+        "kept": [f"{trained}/step-4"],
+        "not_there": [],
+        "dry_run": True,
+    }
+    assert run("rm", "-q", trained / "step-1").out == ""
+    assert not (trained / "step-1").exists()
 
 
 def test_the_best_stay_by_their_metric(run, trained: Path):

@@ -1,10 +1,37 @@
 import json
+import os
 
 import torch
 from safetensors.torch import save_file
 
+import ckpt
 from ckpt.saving.save import save
 from tools.exit_codes import ExitCode
+from tools.main import main
+
+
+def test_quiet_names_problems_alone_and_a_terminal_gets_colours_unless_it_declines(
+    run, damaged, tmp_path, monkeypatch, capsys
+):
+    ckpt.save(tmp_path / "sound", {"w": torch.zeros(4)})
+    assert run("verify", "-q", tmp_path / "sound").out == ""
+    (problem,) = run("verify", "-q", damaged).out.splitlines()
+    assert str(damaged) in problem
+    ours, theirs = os.openpty()
+    for refused, term, is_coloured in (("", "xterm", 1), ("1", "xterm", 0), ("", "dumb", 0)):
+        monkeypatch.setenv("NO_COLOR", refused)
+        monkeypatch.setenv("TERM", term)
+        with capsys.disabled(), os.fdopen(os.dup(theirs), "w") as terminal:
+            monkeypatch.setattr("sys.stdout", terminal)
+            main(["verify", str(tmp_path / "sound"), str(damaged)])
+        shown = ""
+        while shown.count(" compared\r\n") < 2:
+            shown += os.read(ours, 4096).decode()
+        assert ("\x1b[32msound\x1b[0m" in shown) == is_coloured
+        assert ("\x1b[31mNOT SOUND, 1 problem\x1b[0m" in shown) == is_coloured
+        assert ("\x1b" in shown) == is_coloured
+    os.close(ours)
+    os.close(theirs)
 
 
 def test_a_sound_checkpoint_ends_with_zero(run, saved):
