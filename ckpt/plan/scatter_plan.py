@@ -30,13 +30,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
 from formats.catalog import PieceTable, TensorRecord
 from sharding.layout import FlatShard, Layout, Mesh, Only, Replicate, Shard, Split, StridedShard
+
+if TYPE_CHECKING:
+    import numpy as np  # opening and verifying a checkpoint start without it
 
 SHORT_BYTES = 64 << 10
 """A chunk of a shard file. A run that is shorter is read with more bytes around it than in it."""
@@ -88,6 +89,8 @@ class _Entry:
     @property
     def reads(self) -> np.ndarray:
         """The bytes to read, for each saving rank."""
+        import numpy as np
+
         found = np.empty(len(self.savers), np.int64)
         found[self.savers] = elements_held(self.stored) * self.record.dtype.itemsize
         return found
@@ -149,6 +152,8 @@ class Scatter:
 
         A batch has less than `most_bytes` if a rank would have no batch to read otherwise.
         """
+        import numpy as np
+
         every = sum(entry.record.nbytes for entry in self._entries)
         most_parts = min(self._most_bytes, -(-every // self._world.size))
         number, parts = -1, 0  # of the current batch
@@ -199,6 +204,8 @@ class Scatter:
         of all. A tensor of which one rank receives more travels alone, with that bound in the place
         of its bytes.
         """
+        import numpy as np
+
         count, nbytes, most = 0, 0, self._most_bytes // 2
         received = np.zeros(self._world.size, np.int64)
         for entry in entries:
@@ -268,6 +275,8 @@ def elements_held(layout: Layout) -> np.ndarray:
     >>> elements_held(Layout((7,), mesh, (Shard(0),))).tolist()  # 3, 3 and 1
     [3, 3, 3]
     """
+    import numpy as np
+
     sizes = layout.mesh.sizes
     axes = list(zip(layout.placements, sizes, np.indices(sizes, sparse=True), strict=True))
     # Coordinate 0 of an axis that cuts dimensions has the most.
@@ -298,6 +307,8 @@ def positions(mesh: Mesh, world: Mesh) -> np.ndarray | None:
     >>> positions(Mesh.grid(("tp",), (2,), 1), Mesh.grid(("world",), (4,)))
     array([1, 2])
     """
+    import numpy as np
+
     found = [at[0] for at in map(world.coordinate, mesh.ranks()) if at is not None]
     if len(found) < mesh.size:
         return None
