@@ -33,7 +33,7 @@ TOGETHER = ("agree", "gather", "broadcast", "common", "joined")
 RANKS = tuple(f"sharding.agreement.ranks:Ranks.{name}" for name in TOGETHER)
 SAVE: Where = {
     "describing the state": ("ckpt.saving.agreement:flatten",),
-    "hashing its structure": ("ckpt.state.merged_state:marks",),
+    "hashing its structure": ("ckpt.state.merged_state:fingerprints",),
     "sampling its replicas": ("ckpt.transfer.replica_hashes:ReplicaHashes.weigh",),
     "waiting for and telling other ranks": RANKS,
     "planning who writes what": (
@@ -42,7 +42,7 @@ SAVE: Where = {
         "ckpt.saving.agreement:plan_save",
     ),
     "the file's header": ("formats.native.shard_writer:build",),
-    "hashing the data": ("formats.native.shard_writer:_records",),
+    "hashing the data": ("formats.native.shard_writer:records_of",),
     "writing": ("ckpt.stores.local_store:LocalFileWriter.write",),
     "flushing files and folders": ("os:fsync",),
     "the manifest": ("ckpt.saving.agreement:write_manifest",),

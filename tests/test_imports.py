@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -103,4 +104,19 @@ def test_each_name_that_a_program_imports_from_the_packages_exists() -> None:
                     for alias in node.names
                     if not {"*", alias.name} & there and f"{node.module}.{alias.name}" not in found
                 ]
+    assert missing == []
+
+
+def test_each_function_that_a_program_names_by_a_string_exists() -> None:
+    """`module:name` and `module:Class.name`, as benchmarks and tests of faults write them."""
+    found = modules()
+    missing = []
+    for folder in ("benchmarks", "tests", *PACKAGES):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            for module, name in re.findall(r'"((?:\w+\.)+\w+):(\w+)[\w.]*"', text):
+                if module in found:
+                    names = set(defined(ast.parse(found[module].read_text("utf-8")).body))
+                    if name not in names:
+                        missing.append(f"{path.relative_to(ROOT)}: {module}:{name}")
     assert missing == []
