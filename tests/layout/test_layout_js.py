@@ -1,4 +1,4 @@
-"""The layout algebra of the page of `ckpt inspect --html`, against that of Python."""
+"""The boxes in the page of `ckpt inspect --html`, and the reads of another job, against Python."""
 
 import json
 import shutil
@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.layout import Box, Layout, Shape
-from tools.page.described import mesh_json, placement_json
+from sharding.layout import Box, Layout, Mesh, Replicate, Shape, Shard
+from tools.page.described import divided
 
 LayoutsOf = Callable[[Shape], st.SearchStrategy[Layout]]
 SCRIPT = Path(__file__).parents[2] / "tools" / "page" / "layout.js"
@@ -19,12 +19,14 @@ PROGRAM = """
 const layout = require(process.argv[1]);
 const lines = require("readline").createInterface({ input: process.stdin });
 lines.on("line", (line) => {
-  const { stored, box } = JSON.parse(line);
-  const pieces = layout.pieces(stored), shared = {};
+  const { boxes, box, job } = JSON.parse(line), shared = {};
+  const pieces = boxes.flatMap(([lo, hi, ranks]) =>
+    ranks.map((rank) => ({ rank, box: { lo, hi } })));
   const add = (piece, elements) => { shared[piece.rank] = (shared[piece.rank] || 0) + elements; };
   layout.overlaps(layout.indexed(pieces), box, add);
-  const told = pieces.map((one) => [one.rank, one.box.lo, one.box.hi]);
-  console.log(JSON.stringify({ pieces: told, shared }));
+  const found = layout.jobPieces(job.shape, job.ranks, job.dim)
+    .map((one) => [one.rank, one.box.lo, one.box.hi]);
+  console.log(JSON.stringify({ shared, job: found }));
 });
 """
 Ask = Callable[[object], dict[str, object]]
@@ -57,7 +59,7 @@ def ask() -> Iterator[Ask]:
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_pieces_and_overlaps_are_those_of_python(
+def test_overlaps_and_the_pieces_of_a_job_are_those_of_python(
     ask: Ask, shapes: st.SearchStrategy[Shape], layouts_of: LayoutsOf, data: st.DataObject
 ) -> None:
     _check(ask, data.draw(shapes.flatmap(layouts_of)), data)
@@ -75,17 +77,26 @@ def test_thousands_of_layouts_are_those_of_python(
 def _check(ask: Ask, layout: Layout, data: st.DataObject) -> None:
     lo = tuple(data.draw(st.integers(0, size)) for size in layout.shape)
     hi = tuple(data.draw(st.integers(a, b)) for a, b in zip(lo, layout.shape, strict=True))
-    box = Box(lo, hi)
-    placements = [placement_json(each) for each in layout.placements]
-    stored = {"shape": layout.shape, "mesh": mesh_json(layout.mesh), "placements": placements}
-    found = ask({"stored": stored, "box": {"lo": lo, "hi": hi}})
-    expected: list[list[object]] = []
-    shared: dict[str, int] = {}
-    for rank in sorted(layout.mesh.ranks()):
+    ranks, dim = data.draw(st.integers(1, 9)), data.draw(st.none() | st.integers(0, 3))
+    job = {"shape": layout.shape, "ranks": ranks, "dim": dim}
+    boxes = divided(layout)
+    found = ask({"boxes": boxes, "box": {"lo": lo, "hi": hi}, "job": job})
+    box, shared = Box(lo, hi), dict[str, int]()
+    for rank in layout.mesh.ranks():
         for piece in layout.pieces(rank):
-            expected.append([rank, list(piece.box.lo), list(piece.box.hi)])
-            both = (piece.box & box).numel
-            if both:
+            if both := (piece.box & box).numel:
                 shared[str(rank)] = shared.get(str(rank), 0) + both
-    assert found["pieces"] == expected
     assert found["shared"] == shared
+    assert sorted([rank, lo, hi] for lo, hi, ranks in boxes for rank in ranks) == sorted(
+        [rank, list(piece.box.lo), list(piece.box.hi)]
+        for rank in layout.mesh.ranks()
+        for piece in layout.pieces(rank)
+    )
+    is_cut = dim is not None and dim < len(layout.shape)
+    placement = Shard(dim) if is_cut and dim is not None else Replicate()
+    target = Layout(layout.shape, Mesh.grid(("job",), (ranks,)), (placement,))
+    assert found["job"] == [
+        [rank, list(piece.box.lo), list(piece.box.hi)]
+        for rank in range(ranks)
+        for piece in target.pieces(rank)
+    ]

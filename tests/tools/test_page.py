@@ -102,6 +102,11 @@ def test_pieces_above_the_limit_are_counted_and_not_listed(tmp_path):
         data = described(source.url, source.catalog, [], shown_pieces=1)
     assert [len(row[4]) for row in data["tensors"]] == [1, 0]
     assert data["pieces_left_out"] == 1
+    ckpt.save(tmp_path / "a", {"w": torch.arange(4.0), "v": torch.zeros(2)})
+    with ckpt.opening.sources.open_source(tmp_path / "a") as source:
+        data = described(source.url, source.catalog, [], shown_pieces=1)
+    assert [len(boxes) for _, boxes in data["layouts"]] == [1, 0]
+    assert (data["layouts"][0][0], data["pieces_left_out"]) == ("whole on rank 0", 1)
 
 
 def test_a_chain_of_incremental_saves_is_followed(run, tmp_path):
@@ -153,7 +158,8 @@ def test_the_page_of_1024_ranks_has_each_layout_once():
     files = tuple(FileRecord(f"{7:016x}-{rank:05d}.safetensors", 9) for rank in range(1024))
     tree = {name: TensorRef(name) for name in tensors}
     data = described("s3://run/step", Catalog("ckpt", tensors, tree, files), [])
-    assert (len(data["meshes"]), data["layouts"]) == (1, [[0, [["S", 0]]]])
+    boxes = [[[4 * rank, 0], [4 * rank + 4, 64], [rank]] for rank in range(1024)]
+    assert data["layouts"] == [["dp:1024=S(0)", boxes]]
     assert data["files"][1023][3] == 1023
     assert len(page(data)) < 400_000
 

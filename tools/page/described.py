@@ -1,7 +1,7 @@
 """A checkpoint as the data of its page: plain lists and dicts, with each layout once.
 
-A native checkpoint of 1,024 ranks has millions of pieces and few layouts. The page gets the
-layouts, and layout.js computes the pieces. A format without layouts has a table of pieces.
+A native checkpoint of 1,024 ranks has millions of pieces and few layouts: the page gets the boxes
+of each layout once, with the ranks that hold them. Another format has a table of pieces.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ckpt.stores.store import join_url, split_url
@@ -21,13 +22,13 @@ from formats.catalog import (
 )
 from formats.detect import is_shard
 from sharding.errors import without_secrets
-from sharding.layout import FlatShard, Layout, Mesh, Only, Placement, Replicate, Shard, StridedShard
+from sharding.layout import Box, Layout
 
 if TYPE_CHECKING:
     from ckpt.checking.diff import Comparison
 
 MOST_PIECES = 200_000
-"""The most pieces that a page lists for formats without layouts; the page names the others."""
+"""The most pieces that a page lists, those of a layout once; the page counts the others."""
 MOST_VALUES = 20_000
 SHOWN_CHARACTERS = 200
 
@@ -40,24 +41,28 @@ def described(
     """Returns the data of the page.
 
     `chain` has the folders of the checkpoints whose chunks this one borrows. At most
-    `shown_pieces` pieces are listed for a format without layouts; `pieces_left_out` counts the
-    others.
+    `shown_pieces` pieces are listed; `pieces_left_out` counts the others.
     """
-    layouts = _Layouts()
+    layouts: dict[Layout, int] = {}
     files = {file.name: at for at, file in enumerate(catalog.files)}
     listed, left_out, tensors = 0, 0, []
     for name, record in catalog.tensors.items():
-        row: list[Any] = [name, record.dtype.name, list(record.shape), record.nbytes]
+        where: Any = None
         if record.layout is not None:
-            row.append(layouts.number(record.layout))
+            where = layouts.setdefault(record.layout, len(layouts))
         else:
             pieces = list(_pieces(record, files))
-            if listed + len(pieces) > shown_pieces:
-                left_out += len(pieces)
-                pieces = []
-            listed += len(pieces)
-            row.append(pieces)
-        tensors.append(row)
+            where = pieces if listed + len(pieces) <= shown_pieces else []
+            listed += len(where)
+            left_out += len(pieces) - len(where)
+        tensors.append([name, record.dtype.name, list(record.shape), record.nbytes, where])
+    boxes = []
+    for layout in layouts:
+        parts = divided(layout)
+        count = sum(len(ranks) for *_, ranks in parts)
+        is_listed = listed + count <= shown_pieces
+        listed, left_out = (listed + count, left_out) if is_listed else (listed, left_out + count)
+        boxes.append([_shown(layout), parts if is_listed else []])
     values = list(_values(catalog.tree))
     return {
         "url": without_secrets(url),
@@ -65,8 +70,7 @@ def described(
         "metadata": dict(catalog.metadata),
         "notes": list(catalog.notes),
         "chain": list(chain),
-        "meshes": layouts.meshes,
-        "layouts": layouts.layouts,
+        "layouts": boxes,
         "files": [[file.name, file.size, file.digest, _rank(file.name)] for file in catalog.files],
         "tensors": tensors,
         "aliases": dict(catalog.aliases),
@@ -114,55 +118,19 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-class _Layouts:
-    """Meshes and layouts by number, each once."""
-
-    def __init__(self) -> None:
-        self.meshes: list[Json] = []
-        self.layouts: list[list[Any]] = []
-        self._meshes: dict[Mesh, int] = {}
-        self._layouts: dict[tuple[Mesh, tuple[Placement, ...]], int] = {}
-
-    def number(self, layout: Layout) -> int:
-        """Returns the number of a layout's mesh and placements."""
-        key = layout.mesh, layout.placements
-        if key not in self._layouts:
-            mesh = layout.mesh
-            if mesh not in self._meshes:
-                self._meshes[mesh] = len(self.meshes)
-                self.meshes.append(mesh_json(mesh))
-            self._layouts[key] = len(self.layouts)
-            placements = [placement_json(each) for each in layout.placements]
-            self.layouts.append([self._meshes[mesh], placements])
-        return self._layouts[key]
+def divided(layout: Layout) -> list[list[Any]]:
+    """Returns the boxes of a layout, each once: `[lo, hi, the ranks that hold it]`."""
+    mesh, found, axes = layout.mesh, [], layout.replica_axes
+    for rank in layout.holders(Box.whole(layout.shape)):  # the first of the replicas
+        at = enumerate(mesh.coordinate(rank) or ())
+        places = product(*(range(mesh.sizes[axis]) if axis in axes else (i,) for axis, i in at))
+        ranks = list(map(mesh.rank, places))
+        found += [[list(p.box.lo), list(p.box.hi), ranks] for p in layout.pieces(rank)]
+    return found
 
 
-def mesh_json(mesh: Mesh) -> Json:
-    """Returns a mesh as layout.js takes it."""
-    return {
-        "names": list(mesh.names),
-        "sizes": list(mesh.sizes),
-        "offset": mesh.offset,
-        "strides": list(mesh.strides),
-        "table": list(mesh.table),
-    }
-
-
-def placement_json(placement: Placement) -> list[Any]:
-    """Returns a placement as layout.js takes it.
-
-    >>> placement_json(StridedShard(0, 2)), placement_json(Replicate())
-    (['SS', 0, 2], ['R'])
-    """
-    if isinstance(placement, Replicate):
-        return ["R"]
-    if isinstance(placement, Shard):
-        return ["S", placement.dim]
-    if isinstance(placement, StridedShard):
-        return ["SS", placement.dim, placement.split]
-    if isinstance(placement, FlatShard):
-        return ["F", placement.offset, placement.stride]
-    return ["only", placement.index] if isinstance(placement, Only) else ["split"]
+def _shown(layout: Layout) -> str:
+    return f"whole on rank {layout.mesh.lowest}" if layout.mesh.size == 1 else str(layout)
 
 
 def _pieces(record: TensorRecord, files: Mapping[str, int]) -> Iterator[list[Any]]:

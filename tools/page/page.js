@@ -77,31 +77,19 @@
   const fileOfRank = new Map(files.filter((file) => file.rank !== null).map((file) => [file.rank, file.name]));
   const isSymbolic = (tensor) => typeof tensor.where === "number";
 
-  function layoutOf(tensor) {
-    const [mesh, placements] = data.layouts[tensor.where];
-    return { shape: tensor.shape, mesh: data.meshes[mesh], placements };
-  }
-
-  function placementText([kind, first, second]) {
-    return { R: "replicate", S: `shard(${first})`, SS: `strided shard(${first}, ${second})`, split: "split",
-      F: `flat shard(offset ${first}, stride ${second})`, only: `only ${first}` }[kind];
-  }
-
-  const layoutText = (layout) => ckptLayout.product(layout.mesh.sizes) > 1
-    ? layout.placements.map((one, axis) =>
-      `${layout.mesh.names[axis]}:${layout.mesh.sizes[axis]} = ${placementText(one)}`).join(", ")
-    : `whole on rank ${layout.mesh.offset}`;
-
   /* The stored pieces of a tensor: [{rank, box}]; without layouts `rank` is the number of a file.
-   * Tensors of one shape and layout share them. */
+   * Tensors of one layout share them. */
   const known = new Map();
   function piecesOf(tensor) {
     if (!isSymbolic(tensor)) {
       return tensor.where.map(([file, at, lo, hi]) => ({ rank: file, at, box: { lo, hi } }));
     }
-    const key = `${tensor.where}:${tensor.shape}`;
-    if (!known.has(key)) known.set(key, ckptLayout.pieces(layoutOf(tensor)));
-    return known.get(key);
+    if (!known.has(tensor.where)) {
+      const boxes = data.layouts[tensor.where][1];
+      known.set(tensor.where, boxes.flatMap(([lo, hi, ranks]) => ranks.map((rank) => ({ rank, box: { lo, hi } })))
+        .sort((a, b) => a.rank - b.rank));
+    }
+    return known.get(tensor.where);
   }
 
   const hasRanks = fileOfRank.size > 0;
@@ -110,7 +98,7 @@
   /* The elements that each holder has of a tensor. */
   const held = new Map();
   function elementsByHolder(tensor) {
-    const key = isSymbolic(tensor) ? `${tensor.where}:${tensor.shape}` : `#${tensor.number}`;
+    const key = isSymbolic(tensor) ? tensor.where : `#${tensor.number}`;
     if (!held.has(key)) {
       const found = new Map();
       for (const { rank, box } of piecesOf(tensor)) {
@@ -269,7 +257,7 @@
   function oneTensor(tensor) {
     const found = [make("h2", {}, tensor.name),
       make("p", {}, `${tensor.dtype}, shape [${tensor.shape.join(", ")}], ${count(tensor.elements)} elements, ${size(tensor.bytes)}`)];
-    if (isSymbolic(tensor)) found.push(make("p", {}, `Layout: ${layoutText(layoutOf(tensor))}`));
+    if (isSymbolic(tensor)) found.push(make("p", {}, `Layout: ${data.layouts[tensor.where][0]}`));
     const pieces = piecesOf(tensor);
     if (!pieces.length && tensor.elements) {
       found.push(make("p", { class: "warn" }, "The pieces of this tensor are not in this page: the checkpoint has too many pieces."));
@@ -374,7 +362,7 @@
   function reads() {
     const totals = new Array(job.ranks).fill(0), sources = new Map(), cache = new Map();
     for (const tensor of tensors) {
-      const key = isSymbolic(tensor) ? `${tensor.where}:${tensor.shape}` : `#${tensor.number}`;
+      const key = isSymbolic(tensor) ? tensor.where : `#${tensor.number}`;
       if (!cache.has(key)) cache.set(key, readsOf(tensor));
       const { byRank, from } = cache.get(key);
       for (const [rank, elements] of byRank) totals[rank] += elements * tensor.itemsize;
@@ -396,9 +384,8 @@
 
   function readsOf(tensor) {
     const byRank = new Map(), from = new Map();
-    const target = ckptLayout.jobLayout(tensor.shape, job.ranks, job.dim);
     const index = ckptLayout.indexed(piecesOf(tensor));
-    for (const { rank, box } of ckptLayout.pieces(target)) {
+    for (const { rank, box } of ckptLayout.jobPieces(tensor.shape, job.ranks, job.dim)) {
       byRank.set(rank, (byRank.get(rank) ?? 0) + ckptLayout.numel(box));
       if (rank !== job.rank) continue;
       ckptLayout.overlaps(index, box, (piece, elements) => from.set(piece.rank, (from.get(piece.rank) ?? 0) + elements));
