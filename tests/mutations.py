@@ -445,8 +445,8 @@ MUTATIONS = (
     ),
     Mutation(
         "loading: who reads for others takes turns",
-        "ranks = [self._ranks[rank * each + number % each] for rank in mesh.ranks()]",
-        "ranks = [self._ranks[rank * each] for rank in mesh.ranks()]",
+        "self._world.size // savers + turn) % self._world.size",
+        "self._world.size // savers) % self._world.size",
         "ckpt/scatter_reads ckpt/scattered_loads ckpt/lot_memory",
     ),
     Mutation(

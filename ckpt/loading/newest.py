@@ -33,7 +33,7 @@ from ckpt.errors import FallbackWarning, NotACheckpointError, ReplacedError, Ski
 from ckpt.opening.sources import checkpoints_below, nothing_at, similar_path
 from ckpt.stores.replacement_guard import MANIFEST_HEAD_BYTES, head_now, replaced, unless_replaced
 from ckpt.stores.store import Options, Store, absolute, is_file, join_url, open_store, split_url
-from ckpt.transfer.facts import Checkpoints, checkpoints_in, concerns_one_file
+from ckpt.transfer.facts import Checkpoints, Listing, checkpoints_in, concerns_one_file
 from formats.errors import CorruptError, FormatError, UnsupportedError
 from formats.native.manifest import MANIFEST, Manifest, load, read_manifest
 
@@ -227,16 +227,21 @@ def committed(folder: str | os.PathLike[str], options: Options) -> list[Committe
 
 
 def looked_into(
-    folder: str | os.PathLike[str], options: Options, with_bases: bool = False
+    folder: str | os.PathLike[str],
+    options: Options,
+    with_bases: bool = False,
+    listing: Listing | None = None,
 ) -> Listed:
     """Returns the checkpoints of a folder, newest first, and the reasons of unreadable ones.
+
+    `listing` is one of all files, if the caller has it.
 
     If none of the folders in it has a manifest, newer ones may have taken the places of all of them
     meanwhile: two looks must agree on that (rule 4).
     """
     before: list[str] = []
     with open_store(folder, options) as store:
-        found = checkpoints_in(store, with_bases)
+        found = checkpoints_in(store, with_bases, listing)
         for _ in range(LISTINGS):
             names = [] if found.facts or found.unreadable else store.folders()
             if names == before:

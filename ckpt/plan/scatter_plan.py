@@ -9,9 +9,10 @@ form a *read batch*, which one rank of several reads and scatters to the others.
 Rules:
 
 1. The batches and their readers follow from names, layouts and sizes alone: all ranks plan alike.
-2. With k = loading / saving ranks, k ranks read each shard file and take batches round-robin. A
-   tensor is scattered from its stored layout, with readers in the place of the saving ranks. A
-   tensor that lies whole in a file of another format counts as one that a single rank saved.
+2. If more ranks load than saved, they take turns, batch by batch, so that each reads as much as the
+   others. A tensor is scattered from its stored layout, with the readers of its batch in the place
+   of the saving ranks. A tensor that lies whole in a file of another format counts as one that a
+   single rank saved.
 3. Any other tensor of which a rank wants runs of less than `SHORT_BYTES` is read evenly by all
    ranks: each rank would read most of it, whole chunks and gaps.
 4. Batches are read and scattered in *rounds*. Per round, a rank reads at most `most_bytes`, holds
@@ -29,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
@@ -137,7 +138,7 @@ class Scatter:
         """Returns the layout, over ranks that saved or over all, by which a tensor is read."""
         stored, ranks = _stored_layout(record), self._world.size
         savers = ranks if stored is None or stored.replicas > 1 else stored.mesh.size
-        if 2 * savers <= ranks and ranks % savers == 0:
+        if savers < ranks:
             return stored
         if not _has_short_runs(want, record.dtype.itemsize):
             return None
@@ -154,8 +155,9 @@ class Scatter:
         """
         import numpy as np
 
-        every = sum(entry.record.nbytes for entry in self._entries)
-        most_parts = min(self._most_bytes, -(-every // self._world.size))
+        every = sum(entry.part_bytes for entry in self._entries)
+        turns = max((self._turns(entry.stored.mesh.size) for entry in self._entries), default=1)
+        most_parts = min(self._most_bytes, -(-every // turns))
         number, parts = -1, 0  # of the current batch
         reading = np.zeros(self._world.size, np.int64)  # by each rank, in the current batch
         before = np.zeros_like(reading)  # by each rank, in earlier batches of its round
@@ -220,18 +222,28 @@ class Scatter:
 
     def _read_as(self, stored: Layout, number: int) -> Layout:
         """Returns a stored layout with a batch's readers in the place of the ranks that saved."""
-        mesh, each = stored.mesh, self._world.size // stored.mesh.size
-        readers = self._readers.get((mesh, number % each))
+        mesh, turn = stored.mesh, number % self._turns(stored.mesh.size)
+        readers = self._readers.get((mesh, turn))
         if readers is None:
-            ranks = [self._ranks[rank * each + number % each] for rank in mesh.ranks()]
+            order = self._readers_of(mesh.size, turn)
+            ranks = [self._ranks[order[rank]] for rank in mesh.ranks()]
             readers = Mesh.of_ranks(mesh.names, mesh.sizes, ranks)
-            self._readers[mesh, number % each] = readers
+            self._readers[mesh, turn] = readers
         return Layout(stored.shape, readers, stored.placements)
 
-    def _reading(self, entry: _Entry, number: int) -> slice:
+    def _reading(self, entry: _Entry, number: int) -> list[int]:
         """Returns the positions in the world of the ranks that read a tensor in a batch."""
-        each = self._world.size // entry.stored.mesh.size
-        return slice(number % each, None, each)
+        savers = entry.stored.mesh.size
+        return self._readers_of(savers, number % self._turns(savers))
+
+    def _turns(self, savers: int) -> int:
+        """Returns the number of batches after which all ranks have read equally often."""
+        return self._world.size // gcd(self._world.size, savers)
+
+    def _readers_of(self, savers: int, turn: int) -> list[int]:
+        """Returns the positions of the readers, one for each saving rank, in the order of these."""
+        ranks = range(savers)
+        return [(rank * self._world.size // savers + turn) % self._world.size for rank in ranks]
 
 
 def _stored_layout(record: TensorRecord) -> Layout | None:

@@ -28,7 +28,7 @@ from ckpt.loading.newest import BEGAN, ORDER, Committed, looked_into
 from ckpt.run.retention import RunStep, newest_steps
 from ckpt.step_names import pins_in, step_of
 from ckpt.stores.store import Options, open_store
-from ckpt.transfer.facts import Checkpoints
+from ckpt.transfer.facts import Checkpoints, Listing
 from formats.detect import folder_format
 from formats.native.manifest import NONFINITE
 from sharding.errors import ArgumentError, ArgumentTypeError, listed, without_secrets
@@ -90,14 +90,17 @@ class RunListing(NamedTuple):
 
 
 def listed_steps(
-    url: str | os.PathLike[str], options: Options, with_bases: bool = False
+    url: str | os.PathLike[str],
+    options: Options,
+    with_bases: bool = False,
+    listing: Listing | None = None,
 ) -> RunListing:
-    """Returns the steps of a run.
+    """Returns the steps of a run. `listing` is one of all files, if the caller has it.
 
     Raises OSError if the only steps are some that cannot be read: a run does not begin anew there.
     """
     try:
-        seen = looked_into(url, options, with_bases)
+        seen = looked_into(url, options, with_bases, listing)
         with open_store(url, options) as store:
             names = seen.found.names()
             pins = pins_in(store.names() if names is None else names)

@@ -7,7 +7,8 @@ Rules:
    that only restores takes nothing.
 2. The rank that commits lists the folder before each save begins and directly before the manifest
    is written, and before each removal, or each removal of several checkpoints together. A higher
-   epoch there makes the save an error on all ranks.
+   epoch there makes the save an error on all ranks. A listing of all files of a bucket serves for
+   two seconds, but each manifest is preceded by a listing of its own.
 3. Another start may take the folder between the last look and the commit. Its order is still the
    higher one, so that it never restores or keeps a step in the place of a step of its own.
 4. A start that has not saved takes no run from a later start. Each notes the highest epoch that it
@@ -30,13 +31,19 @@ from contextlib import suppress
 from ckpt.errors import CkptError, ExistsError, NotOwnerError
 from ckpt.loading.newest import seconds_of
 from ckpt.run.provenance import COMMAND_CHARS, host_name
+from ckpt.stores.driver import ObjectInfo
 from ckpt.stores.store import Options, Store, open_store
+from ckpt.transfer.facts import Beside, Known, Listing
 from formats.errors import FormatError
 from sharding.errors import ArgumentError, without_secrets
 
 _FILE = re.compile(r"owner-(\d{1,18})\.json")
 MOST_BYTES = 1 << 16
 """The most bytes of an owner file that are read."""
+FRESH_SECONDS = 2.0
+"""The age up to which a listing serves once more, for the removal just after a commit."""
+PAGE_FILES = 1000
+"""The files of one page of a listing. A folder with more is listed without its sub-folders."""
 SHOWN_CHARS = 200
 """The most characters of another job's command in an error."""
 
@@ -70,6 +77,10 @@ class Ownership:
         self._found: int | None = None
         """The highest epoch of the folder when this start began; None if it did not look."""
         self._started = time.time()
+        self._is_short = False
+        """Whether a listing of all files is known to have one page."""
+        self._listed: tuple[float, Listing] | None = None
+        """The last listing of all files, with its time."""
 
     def start(self) -> None:
         """Notes the highest epoch of the folder (rule 4). Raises StoreError."""
@@ -122,16 +133,45 @@ class Ownership:
                 store.commit(file_name(epoch), self._note(epoch), replace=False)
             self._remove_older(store, epoch)
 
-    def look(self, names: Collection[str] | None = None) -> Collection[str]:
-        """Returns the names in the folder, with a slash behind folders, in one listing.
+    def look(self, names: Collection[str] | None = None, seconds: float = 0.0) -> Beside:
+        """Returns the names in the folder, in one listing, or of one at most `seconds` old.
 
         `names` are those of its files, if another listing has just shown them. Raises NotOwnerError
         if a later start owns it.
         """
+        listing = None if names is not None else self.listing(seconds)
         with open_store(self._url, self._options) as store:
-            names = store.entries() if names is None else names
+            if listing is not None:
+                parts = (path.partition("/") for path in listing)
+                names = {f"{name}{slash}" for name, slash, _ in parts}
+            elif names is None:
+                names = store.entries()
             self._check(store, epochs(names))
-        return names
+        return Beside(names, listing)
+
+    def listing(self, seconds: float) -> Listing | None:
+        """Returns all files below the folder, as of at most `seconds` ago.
+
+        Returns None if that is not known to take one request. Raises StoreError.
+        """
+        if self._listed is not None and time.monotonic() - self._listed[0] <= seconds:
+            return self._listed[1]
+        if self._is_short:
+            with open_store(self._url, self._options) as store:
+                self.note(store.below())
+        return None if self._listed is None else self._listed[1]
+
+    def note(self, listing: Listing | None) -> None:
+        """Notes a listing of all files, of this moment."""
+        self._is_short = listing is not None and len(listing) < PAGE_FILES
+        self._listed = (time.monotonic(), listing or {}) if self._is_short else None
+
+    def add(self, path: str, manifest: Known | None) -> None:
+        """Adds the manifest of this start's last commit to the listing that came before it."""
+        listed, self._listed = self._listed, None
+        if listed is not None and manifest is not None and path not in listed[1]:
+            seen = ObjectInfo(path, True, manifest.size, time.time(), manifest.tag)
+            self._listed = listed[0], {**listed[1], path: seen}
 
     def _is_older_than(self, store: Store, epoch: int) -> bool:
         """Whether the start that took an epoch began after this one."""

@@ -16,6 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from warnings import warn
@@ -23,6 +24,7 @@ from warnings import warn
 from ckpt.errors import CkptError, InUseError, NotOwnerError, SaveFailedWarning
 from ckpt.removing.delete import delete_step
 from ckpt.run.history import listed_steps
+from ckpt.run.owner import FRESH_SECONDS, Ownership
 from ckpt.run.retention import Keep, RunStep, removable
 from ckpt.stores.store import Options, Store, join_url, local_path, open_store
 from ckpt.transfer.bases import base_files, borrowers_among, borrowing, check_readable
@@ -53,15 +55,17 @@ def removals(
     *,
     dry_run: bool = False,
     look: Look | None = None,
-    is_indexed: bool = False,
+    owner: Ownership | None = None,
 ) -> Iterator[Removal]:
     """Removes checkpoints that no rule keeps, and yields each; with `dry_run`, only yields them.
 
     One process calls this. Raises StoreError if the store fails. `look` is called directly before a
     removal, with the names in the folder if a listing has just shown them; its error forbids it.
-    With `is_indexed` the index of the run is written at the end, where the store has use for one.
+    With an `owner`, its last listing serves if it is fresh, and the index of the run is written at
+    the end, where the store has use for one.
     """
-    run = listed_steps(url, options, with_bases=local_path(url) is None)
+    listing = None if owner is None else owner.listing(FRESH_SECONDS)
+    run = listed_steps(url, options, with_bases=local_path(url) is None, listing=listing)
     steps, found = removable(run.steps, keep, time.time()), run.found
     if found is None:
         return
@@ -76,7 +80,9 @@ def removals(
                 look(found.names() if found.is_recent else None)
             found = remove_together(store, done, found)
         yield from (Removal(one) for one in done)
-        if is_indexed:
+        if owner is not None:
+            if listing is None or done:
+                owner.note(found.listing)
             try:
                 write_index(store, found)
             except OSError as error:  # without an index all is right, by more requests
@@ -186,13 +192,23 @@ class Tidying:
         self._thread: threading.Thread | None = None
         self._failed: tuple[str, Exception] | None = None
 
-    def begin(self, url: str, keep: Keep, options: Options, look: Look) -> None:
+    def begin(
+        self,
+        url: str,
+        keep: Keep,
+        options: Options,
+        look: Look,
+        owner: Ownership | None = None,
+    ) -> None:
         """Begins to remove checkpoints that no rule keeps, once the previous removal is over.
 
-        `look` raises NotOwnerError if another job owns the folder.
+        `look` raises NotOwnerError if another job owns the folder. `owner`: as for `removals`.
         """
         self.wait()
-        arguments = (url, keep, options, look)
+        if owner is not None:
+            with suppress(OSError):  # in this thread: a save that begins now needs it, too
+                owner.listing(FRESH_SECONDS)
+        arguments = (url, keep, options, look, owner)
         thread = threading.Thread(target=self._run, args=arguments, name="ckpt-keep", daemon=True)
         try:
             thread.start()
@@ -219,9 +235,11 @@ class Tidying:
                 stacklevel=stacklevel + 1,
             )
 
-    def _run(self, url: str, keep: Keep, options: Options, look: Look) -> None:
+    def _run(
+        self, url: str, keep: Keep, options: Options, look: Look, owner: Ownership | None
+    ) -> None:
         try:
-            for _ in removals(url, keep, options, look=look, is_indexed=True):
+            for _ in removals(url, keep, options, look=look, owner=owner):
                 pass
         except Exception as error:
             if not keep.keeps_all:

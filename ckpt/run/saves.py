@@ -32,7 +32,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -54,9 +54,11 @@ from ckpt.saving.background import SaveHandle
 from ckpt.saving.save import save_with
 from ckpt.saving.staging import When, optimizers, runs_hooks
 from ckpt.step_names import folder_name
-from ckpt.stores.store import Options, local_path
+from ckpt.stores.store import Options, local_path, split_url
+from ckpt.transfer.facts import Beside, noted
 from ckpt.transfer.replica_hashes import Replicas
 from ckpt.transfer.write_job import Compress
+from formats.native.manifest import MANIFEST
 from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError
 
 if TYPE_CHECKING:
@@ -188,10 +190,14 @@ class RunSaves:
             counter.take(self.owner.epoch)
         return True
 
-    def look(self, tier: LocalTier | None) -> Callable[[], Collection[str]] | None:
-        """Returns the look for other owners of a folder, on the rank that commits to it."""
+    def look(self, tier: LocalTier | None) -> Callable[..., Beside] | None:
+        """Returns the look for other owners of a folder, on the rank that commits to it.
+
+        Its argument is the most age of the listing, in seconds.
+        """
         if tier is None:
-            return self.owner.look if self._ranks.is_first else None
+            owner = self.owner
+            return (lambda s=0.0: owner.look(None, s)) if self._ranks.is_first else None
         if self._ranks.global_rank != min(tier.host):
             return None
         if self._local_owner is None:
@@ -199,15 +205,15 @@ class RunSaves:
         owner, name = self._local_owner, f"{folder_name(self._saved[0])}/"
         has_begun: list[bool] = []
 
-        def look() -> Collection[str]:
+        def look(seconds: float = 0.0) -> Beside:
             if not owner.epoch:
                 owner.claim(self.owner.epoch)
                 tier.remove_left_overs()
-            names = owner.look()
-            if name in names and not has_begun:
+            beside = owner.look(None, seconds)
+            if name in beside.names and not has_begun:
                 tier.steps()  # raises for a step of another program
             has_begun.append(True)
-            return names
+            return beside
 
         return look
 
@@ -284,7 +290,10 @@ class RunSaves:
         if tier is not None:
             self.tidying.begin(url, keep, options, lambda names: (look(), tier.steps()))
         elif not keep.keeps_all or local_path(url) is None:  # a bucket has an index
-            self.tidying.begin(url, keep, options, self.owner.look)
+            self.tidying.wait()
+            folder, name = split_url(self._place())
+            self.owner.add(f"{name}/{MANIFEST}", noted(folder, name))
+            self.tidying.begin(url, keep, options, self.owner.look, self.owner)
 
     def _place(self) -> str:
         """Returns the folder of the last save."""

@@ -40,6 +40,7 @@ from ckpt.stores.served_store import check_writable
 from ckpt.stores.store import Store, split_url
 from ckpt.transfer.bases import bases_used, check_unused, folder_beside
 from ckpt.transfer.commit import check_no_link, check_no_other, commit, is_not_there, now
+from ckpt.transfer.facts import Beside
 from ckpt.transfer.replica_hashes import WAYS, ReplicaHashes, Replicas, named
 from ckpt.transfer.write_job import Compress, WriteJob
 from ckpt.version import __version__
@@ -63,6 +64,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ckpt.save")
 
 
+LOOK_SECONDS = 2.0
+"""The most age of the listing that a save begins with: the removal before it may have taken it."""
 StoredDtypes = DtypeName | torch.dtype | Mapping[str, DtypeName | torch.dtype | None] | None
 """The dtype of all stored floats, or one for each pattern of names; None leaves them."""
 
@@ -78,9 +81,10 @@ class SaveOptions:
     replicas: Replicas = "sample"
     host: tuple[int, ...] = ()
     """The ranks of this rank's host if each host has a folder of its own; else empty."""
-    look: Callable[[], Collection[str]] | None = None
+    look: Callable[[float], Beside] | None = None
     """Lists the folder around the checkpoint, on a rank that commits, before the save begins and
-    directly before the commit. Its error forbids the save. A link at the place becomes a folder."""
+    directly before the commit. The listing before the save may be so many seconds old. Its error
+    forbids the save. A link at the place becomes a folder."""
     mark: int | None = None
     """The first 8 hex digits of its files' names, a number below 2**30; by default random."""
     counts: bool = False
@@ -275,7 +279,7 @@ def check_options(ranks: Ranks, store: Store, options: SaveOptions) -> None:
     """Raises if this rank's options are wrong, or if the place is taken. All ranks call this."""
     beside = None
     if options.look is not None:
-        beside = options.look()
+        beside = options.look(LOOK_SECONDS).names
         if isinstance(store, LocalStore):
             store.replace_link()
     if ranks.rank == 0:

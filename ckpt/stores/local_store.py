@@ -114,6 +114,10 @@ class LocalStore:
         with self._files.reading(name) as descriptor:
             return os.fstat(descriptor).st_size
 
+    def tag(self, name: str) -> str:
+        """Returns "": a disk has no tags."""
+        return ""
+
     def modified(self, name: str) -> float:
         """Returns the time of a file's last write, in seconds since 1970 by the disk's clock."""
         return self._status(name).st_mtime

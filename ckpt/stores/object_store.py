@@ -167,6 +167,10 @@ class ObjectStore(OverNetwork):
             raise StoreError(f"{self.url}/{name}: the server does not tell the size of the file")
         return found
 
+    def tag(self, name: str) -> str:
+        """Returns the tag of a file as this store has last read or written it; "" if unknown."""
+        return self._tags.get(name) or ""
+
     def modified(self, name: str) -> float:
         """Returns the time of a file's last write, in seconds since 1970 by the server's clock."""
         return self._status(name).modified

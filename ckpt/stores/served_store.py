@@ -65,6 +65,10 @@ class ReadOnlyStore(OverNetwork):
     def below(self) -> None:
         """Returns None: the server lists folder by folder."""
 
+    def tag(self, name: str) -> str:
+        """Returns "": the server tells no tags."""
+        return ""
+
     def read_start(self, name: str, length: int) -> Start:
         """Reads the first bytes of a file; fewer if it is shorter."""
         size = self.size(name)

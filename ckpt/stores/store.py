@@ -100,6 +100,13 @@ class Store(Reader, Protocol):
         """Reads the first bytes of a file; fewer if it is shorter. Raises FileNotFoundError."""
         ...
 
+    def tag(self, name: str) -> str:
+        """Returns the mark of a file's content as this store has last read or written it.
+
+        Other bytes of one name have another tag. Empty if it is unknown, and on disks.
+        """
+        ...
+
     def modified(self, name: str) -> float:
         """Returns the time of a file's last write: seconds since 1970, by the store's clock.
 

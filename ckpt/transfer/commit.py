@@ -30,8 +30,9 @@ from ckpt.errors import (
     StoreError,
 )
 from ckpt.stores.request_errors import UnflushedError
-from ckpt.stores.store import Store, link_at, local_path
+from ckpt.stores.store import Store, link_at, local_path, split_url
 from ckpt.transfer.bases import base_files_beside, check_unused, is_as_it_was, manifest_now
+from ckpt.transfer.facts import Beside, Listing, note
 from formats.detect import sign_of_another_format
 from formats.errors import FormatError, GoneError
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, dump, load, read_manifest
@@ -41,6 +42,8 @@ GRACE_SECONDS = 24 * 3600.0
 """A save or conversion may take at most so long from its start to its commit."""
 REPLACING = 10
 """The most tries to replace a manifest that other saves replace, too."""
+LOOKED_SECONDS = 2.0
+"""The most time from a look to the request that writes the manifest."""
 SEEN_PAUSES_SECONDS = (0.1, 0.3, 1.0, 2.0)
 """Pauses between looks for missing files: a listing may be out of date for a moment."""
 
@@ -57,14 +60,15 @@ def commit(
     overwrite: bool,
     base: tuple[str, str] | None = None,
     here: Sequence[ShardFile] | None = None,
-    look: Callable[[], object] | None = None,
+    look: Callable[[float], Beside] | None = None,
 ) -> None:
     """Commits a checkpoint: it exists when this returns, and the one that it replaces is gone.
 
     `began` is the result of `now` before the first file was created. `base` is the URL of an
     incremental save's base, and the digest of its manifest. `here` has the files that this folder
     must have, if hosts have folders of their own; by default all files. `look` is called directly
-    before the manifest gets its name, once all bytes are durable; its error forbids that.
+    before the manifest gets its name, once all bytes are durable; its error forbids that. The
+    listing that it returns is at most so many seconds old as its argument says.
 
     Raises:
         StoreError: files are missing or have other sizes, the attempt took too long, or the base is
@@ -72,7 +76,12 @@ def commit(
         ExistsError: a checkpoint of any format is there, and `overwrite` is False.
     """
     files = manifest.files if here is None else here
-    names = _check_all_are_seen(store, files)
+    data, tries, old, is_seen = dump(manifest), 0, None, False
+    # In a bucket one listing of all files of a run serves for the look and for the sizes.
+    looks_first = look is not None and local_path(store.url) is None
+    looked, listing = now(), look(0.0).listing if look is not None and looks_first else None
+    names = _check_all_are_seen(store, files, listing)
+    has_looked = looks_first and now() - looked < LOOKED_SECONDS
     if not overwrite:
         check_no_other(store.url, names)
     if now() - began > GRACE_SECONDS:
@@ -81,7 +90,6 @@ def commit(
             f"{GRACE_SECONDS / 3600:g} the files count as left-overs; nothing was committed: save "
             "again"
         )
-    data, tries, old = dump(manifest), 0, None
 
     def check() -> None:
         nonlocal tries
@@ -94,8 +102,8 @@ def commit(
                     "process has replaced or deleted it since; look which checkpoint is there, "
                     "and save again"
                 )
-        if look is not None:
-            look()
+        if look is not None and (tries > 1 or is_seen or not has_looked):
+            look(0.0)
 
     is_durable = True
     for left in reversed(range(REPLACING)):
@@ -130,6 +138,7 @@ def commit(
             f"{store.url}: its base was deleted or replaced during the save; nothing was "
             "committed: save again"
         )
+    note(store, manifest, len(data))
     if old is not None and is_durable:
         _remove_replaced(store, old)
 
@@ -285,13 +294,20 @@ def _take_back(store: Store, old: bytes | None) -> None:
             store.commit(MANIFEST, old, replace=True)
 
 
-def _check_all_are_seen(store: Store, files: Sequence[ShardFile]) -> Iterable[str]:
-    """Returns the names of the first listing of the folder.
+def _check_all_are_seen(
+    store: Store, files: Sequence[ShardFile], listing: Listing | None = None
+) -> Iterable[str]:
+    """Returns the names in the folder, by a listing, or by one of all files around it.
 
     Raises:
         StoreError: rank 0 does not see the files of all ranks, with their sizes.
     """
-    seen = store.sizes()
+    if listing is None:
+        seen = store.sizes()
+    else:
+        own = f"{split_url(store.url)[1]}/"
+        inside = ((path.partition(own), one) for path, one in listing.items())
+        seen = {name: one.nbytes or 0 for (before, _, name), one in inside if name and not before}
     names = (*seen,)
     for pause in (*SEEN_PAUSES_SECONDS, 0.0):
         for file in files:

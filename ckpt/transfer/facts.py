@@ -21,7 +21,7 @@ import logging
 import re
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
-from ckpt.stores.store import Store
+from ckpt.stores.store import Store, split_url
 from formats.errors import CorruptError, FormatError, UnsupportedError
 from formats.limits import current
 from formats.native.manifest import (
@@ -67,6 +67,19 @@ _OWN_REASONS = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EIO)
 """The errors of a disk that may concern one file alone."""
 
 _log = logging.getLogger("ckpt.stores")
+
+
+Listing = Mapping[str, "ObjectInfo"]
+"""All files below a folder, by their paths."""
+
+
+class Beside(NamedTuple):
+    """The folder around a checkpoint, at the moment of a listing."""
+
+    names: Collection[str]
+    """The names in it, with a slash behind folders."""
+    listing: Listing | None = None
+    """All files below it, if the same listing has shown them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +135,17 @@ class Checkpoints:
     """Whether hardly any manifest was read after the listing, so that it is of this moment."""
 
     @property
+    def listing(self) -> Listing | None:
+        """All files by their paths; None if the store lists folder by folder."""
+        if self.files is None:
+            return None
+        return {
+            f"{folder}/{name}".removeprefix("/"): one
+            for folder, files in self.files.items()
+            for name, one in files.items()
+        }
+
+    @property
     def unclear(self) -> dict[str, str]:
         """The reasons why it is unknown of which others some need files."""
         found = {name: str(error) for name, error in self.unreadable.items()}
@@ -145,13 +169,16 @@ class Checkpoints:
         return None
 
 
-def checkpoints_in(store: Store, with_bases: bool = True) -> Checkpoints:
+def checkpoints_in(
+    store: Store, with_bases: bool = True, listing: Listing | None = None
+) -> Checkpoints:
     """Returns the checkpoints directly in a folder. Raises OSError if the store fails.
 
     Without `with_bases` the bases and files of a checkpoint may be unknown, where a server would
-    have to read a manifest a second time for them.
+    have to read a manifest a second time for them. `listing` is one of all files, if the caller has
+    it.
     """
-    listing = store.below()
+    listing = store.below() if listing is None else listing
     files: dict[str, dict[str, ObjectInfo]] | None = None
     known: dict[str, Known] = {}
     there: dict[str, ObjectInfo] = {}
@@ -243,6 +270,10 @@ def _facts_of(data: bytes, metadata: Mapping[str, str], file: str) -> Facts:
         manifest: Manifest = load(data, file)
     except FormatError:
         return Facts(metadata, None, None, data)
+    return _facts_of_manifest(manifest)
+
+
+def _facts_of_manifest(manifest: Manifest) -> Facts:
     bases = tuple(base for base in manifest.bases if base is not None)
     return Facts(_texts(manifest.writer), bases, _shards(one.name for one in manifest.files))
 
@@ -307,6 +338,22 @@ def forget() -> None:
     with _lock:
         _memory.clear()
         _indexed.clear()
+
+
+def note(store: Store, manifest: Manifest, size: int) -> None:
+    """Remembers the facts of a manifest that was written just now, so that it need not be read."""
+    tag = store.tag(MANIFEST)
+    if tag:
+        folder, name = split_url(store.url)
+        with _lock:
+            before = _memory.get(folder, {})
+        _remember(folder, {**before, name: Known(size, tag, _facts_of_manifest(manifest))})
+
+
+def noted(folder: str, name: str) -> Known | None:
+    """Returns the facts of a checkpoint that this process has read or written; None if unknown."""
+    with _lock:
+        return _memory.get(folder, {}).get(name)
 
 
 def _remember(url: str, known: Mapping[str, Known]) -> None:

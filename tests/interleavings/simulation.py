@@ -247,12 +247,12 @@ def simulation() -> Iterator[Threads]:
         if isinstance(message, Warning) and _world is not None:
             here().warned.append(message)
 
-    def look(owner: Ownership) -> Any:
+    def look(owner: Ownership, *how: Any) -> Any:
         scheduler = None if _world is None else _world.scheduler
         if scheduler is None:
-            return real_look(owner)
+            return real_look(owner, *how)
         began = len(scheduler.trace)
-        names = real_look(owner)
+        names = real_look(owner, *how)
         here().looked = began, len(scheduler.trace)
         return names
 
