@@ -3,7 +3,8 @@
 Rules:
 
 1. A left-over has a name that `ckpt` gives: a shard file, a partly written file, an incomplete
-   upload, the temporary folder of a conversion. The target file of a conversion may have any name.
+   upload, the temporary folder of a conversion, or in a bucket a manifest that a late request has
+   brought back: none of its files is there. The target file of a conversion may have any name.
    A partly written file with another name therefore counts if it begins like such a file.
 2. A file that a manifest names is never a left-over: neither the manifest in its folder nor that of
    a borrower beside it. If a manifest is damaged, no shard file beside it is a left-over.
@@ -59,11 +60,12 @@ CLOCKS_SECONDS = 3600.0
 """Time for differences between the clocks of a store and of the ranks, and for a commit."""
 OLD_SECONDS = GRACE_SECONDS + CLOCKS_SECONDS
 """The age at which no save can need a file any more."""
-LeftOverKind = Literal["shard", "part", "upload", "folder"]
+LeftOverKind = Literal["shard", "part", "upload", "folder", "manifest"]
 SHARD: LeftOverKind = "shard"
 PART: LeftOverKind = "part"
 UPLOAD: LeftOverKind = "upload"
 FOLDER: LeftOverKind = "folder"
+BARE: LeftOverKind = "manifest"
 _SHARD = re.compile(r"[0-9a-f]{16}-[0-9]{5,}\.safetensors")
 _WRITTEN = re.compile(
     r"manifest\.json|owner-[0-9]+\.json|.+\.(safetensors|safetensors\.index\.json|pt|pth|bin|gguf|npz)"
@@ -90,8 +92,8 @@ class LeftOver:
     """The path or URL of its folder."""
     name: str
     kind: LeftOverKind
-    """A shard file, a partly written file, an incomplete upload to a bucket, or the temporary
-    folder of a conversion."""
+    """A shard file, a partly written file, an incomplete upload to a bucket, the temporary folder
+    of a conversion, or a manifest without its files."""
     nbytes: int
     age_seconds: float
     """By the store's clock, since the last write; since the start if only that is known."""
@@ -339,7 +341,12 @@ def _left_overs(store: Store, place: str, places: Sequence[str], age: float) -> 
             old = moment - begun.started
             yield LeftOver(place, name, kind, store.unfinished_bytes(begun), old, old >= age)
     shards = [name for name in sizes if _SHARD.fullmatch(name)]
-    named = _named(store) if shards else set()
+    # A late request brings a manifest back to a bucket only: a disk may be a copy that goes on.
+    may_be_bare = not shards and MANIFEST in sizes and local_path(store.url) is None
+    named = _named(store) if shards or may_be_bare else set()
+    if may_be_bare and named:
+        old = moment - store.arrivals().get(MANIFEST, moment)
+        yield LeftOver(place, MANIFEST, BARE, sizes[MANIFEST], old, old >= age)
     over = [name for name in shards if named is not None and name not in named]
     arrivals = store.arrivals() if over else {}
     for name in over:

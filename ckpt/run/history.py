@@ -111,7 +111,8 @@ def listed_steps(
     if not steps:
         for error in wrong.values():
             raise error
-    pinned = (replace(one, pins=pins.get(one.step, ())) for one in steps)
+    bare = seen.found.is_bare
+    pinned = (replace(one, pins=pins.get(one.step, ()), is_bare=bare(one.name)) for one in steps)
     reasons = {name: str(error) for name, error in wrong.items()}
     return RunListing(newest_steps(pinned), reasons, seen.found)
 

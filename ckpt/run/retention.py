@@ -9,7 +9,9 @@ Rules:
    only between checkpoints without a counter, and which are `younger_than`.
 4. If several checkpoints are equally good, the newest counts as the best. A checkpoint without the
    metric, or with a metric that is NaN, is never the best.
-5. A damaged checkpoint does not count for any rule, and is not removed.
+5. A damaged checkpoint does not count for any rule, and is not removed. A bare one, whose manifest
+   a late request has brought back after a delete, does not count either. It is removed once a newer
+   checkpoint has its files.
 6. A pinned checkpoint stays.
 7. A checkpoint whose numbers nobody has counted does not count as finite.
 """
@@ -118,6 +120,8 @@ class RunStep:
     """The names under which it is pinned."""
     nonfinite: int | None = None
     """How many of its numbers are NaN or infinite; None if its save has not counted them."""
+    is_bare: bool = False
+    """Whether a listing of its bucket shows its manifest and none of its files."""
 
     @property
     def age(self) -> Age:
@@ -144,8 +148,8 @@ def removable(steps: Sequence[RunStep], keep: Keep, now: float) -> list[RunStep]
     """
     if keep.keeps_all:
         return []
-    steps = [one for one in steps if not one.is_damaged]
-    newest = newest_steps(steps)
+    there = newest_steps(one for one in steps if not one.is_damaged)
+    newest = steps = [one for one in there if not one.is_bare]
     kept = {one.name for one in newest[: keep.last or 1]}
     kept |= {one.name for one in steps if one.pins}
     if keep.last_finite is not None:
@@ -159,4 +163,6 @@ def removable(steps: Sequence[RunStep], keep: Keep, now: float) -> list[RunStep]
         kept |= {one.name for one in best_first(steps, keep.metric, keep.mode)[: keep.best]}
     if keep.one_per is not None:
         kept |= {one.name for one in {keep.period_of(one.time): one for one in newest}.values()}
-    return [one for one in newest if one.name not in kept]
+    first = there.index(newest[0]) if newest else len(there)
+    bare = {one.name for one in there[first:] if one.is_bare and not one.pins}
+    return [one for one in there if one.name in bare or not (one.is_bare or one.name in kept)]

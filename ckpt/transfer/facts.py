@@ -154,6 +154,14 @@ class Checkpoints:
                 found[name] = "its manifest is damaged"
         return found
 
+    def is_bare(self, name: str) -> bool:
+        """Whether no file of a checkpoint is there: its manifest came back after a delete."""
+        own = self.facts[name].shards if name in self.facts else None
+        if self.files is None or not own:
+            return False
+        found = (_SHARD.fullmatch(file) for file in self.files.get(name, ()))
+        return not any(one is not None and one[1] in own for one in found)
+
     def names(self) -> list[str] | None:
         """Returns the files directly in the folder itself; None if the listing lacks them."""
         return None if self.files is None else [*self.files[""]]

@@ -5,7 +5,8 @@
 2. From the first commit on, some checkpoint is there at every moment.
 3. A process changes nothing outside of the places that it was given.
 4. A run has one owner. A job of a lower epoch commits only what it looked for before the other job
-   took the run, and removes at most one checkpoint from then on.
+   took the run, and removes at most one checkpoint from then on, in a bucket those that one look
+   has shown.
 5. A load gives the state of one save that was committed; `latest` gives no step that was saved
    before the newest one of the moment when it began.
 """
@@ -27,6 +28,9 @@ from tests.interleavings.simulation import CLOCK_SECONDS, Store, World, here
 Order = tuple[int, int]
 MOST_CALLS_AFTER_LOOK = 1
 """Between a job's look for another owner and the commit lies the request that commits."""
+MOST_CALLS_BEFORE_REMOVAL = 4
+"""A removal right after a commit goes by the look of the commit. Between them lies the commit: at
+the first of a process, a request before and one after it test the server's conditions."""
 _OWNER = re.compile(r"owner-(\d+)\.json")
 _OF_RUN = re.compile(r"owner-\d+\.json|ckpt-index\.json")
 _parsed: dict[bytes, Manifest] = {}
@@ -85,7 +89,8 @@ class Observer:
         """The epoch of each job that has one."""
         self.at_end: list[Callable[[], None]] = []
         """Checks of a story, once all have ended."""
-        self._removed_late: set[str] = set()
+        self._removed_late: dict[str, tuple[int, int]] = {}
+        """The look of each job that has removed a checkpoint after another took the run."""
 
     def changed(self, verb: str, path: str) -> None:
         """Checks the change that the current process has made."""
@@ -141,7 +146,7 @@ class Observer:
         if not self.committed and folder not in rights.removes:
             self.world.fail(f"{here().name} removes {folder}, the last checkpoint")
 
-    def _check_look(self, doing: str, epoch: int) -> None:
+    def _check_look(self, doing: str, epoch: int, most: int = MOST_CALLS_AFTER_LOOK) -> None:
         """Invariant 4, for what a job of this epoch does."""
         later = [at for other, at in self.taken.items() if other > epoch > 0]
         if not later or self.world.scheduler is None or self.has_two_owners:
@@ -151,7 +156,7 @@ class Observer:
             self.world.fail(f"{here().name} {doing}, and has looked after the take-over")
         own = [call for actor, call in self.world.scheduler.trace[end:] if actor.process is here()]
         self.widest = max(self.widest, len(own))
-        if len(own) > MOST_CALLS_AFTER_LOOK:
+        if len(own) > most:
             self.world.fail(f"{here().name} {doing} {len(own)} calls after its look: {own}")
 
     def _is_late(self, folder: str) -> bool:
@@ -159,10 +164,13 @@ class Observer:
         mine = self._epochs.get(here().name, 0)
         if not any(other > mine > 0 for other in self.taken):
             return False
-        self._check_look(f"removes {folder}", mine)
-        if here().name in self._removed_late:
-            self.world.fail(f"{here().name} removes a second checkpoint after the take-over")
-        self._removed_late.add(here().name)
+        process, is_together = here(), self.world.disk is None
+        before = self._removed_late.get(process.name)
+        if before is not None and (before != process.looked or not is_together):
+            self.world.fail(f"{process.name} removes a second checkpoint after the take-over")
+        if before is None:
+            self._check_look(f"removes {folder}", mine, MOST_CALLS_BEFORE_REMOVAL)
+        self._removed_late[process.name] = process.looked
         return True
 
     # For the programs of actors.

@@ -57,6 +57,8 @@ class Process:
     warned: list[Warning] = field(default_factory=list)
     looked: tuple[int, int] = (0, 0)
     """The numbers of calls, of all, at the begin and the end of its last look for another owner."""
+    listed: tuple[int, int] = (0, 0)
+    """The same, of its last listing of all files."""
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.name)
@@ -181,7 +183,7 @@ def simulation() -> Iterator[Threads]:
     real_time, real_gmtime, real_sleep = time.time, time.gmtime, time.sleep
     real_start, real_join = threading.Thread.start, threading.Thread.join
     real_submit, real_bucket = ThreadPoolExecutor.submit, ckpt.stores.store._bucket
-    real_look = Ownership.look
+    real_look, real_below = Ownership.look, ObjectStore.below
     real_hex, real_bits = secrets.token_hex, secrets.randbits
 
     def now() -> float:
@@ -251,10 +253,21 @@ def simulation() -> Iterator[Threads]:
         scheduler = None if _world is None else _world.scheduler
         if scheduler is None:
             return real_look(owner, *how)
+        if how and how[0] is not None:  # the listing of all files has shown the names
+            here().looked = here().listed
+            return real_look(owner, *how)
         began = len(scheduler.trace)
         names = real_look(owner, *how)
         here().looked = began, len(scheduler.trace)
         return names
+
+    def below(store: ObjectStore) -> Any:
+        scheduler = None if _world is None else _world.scheduler
+        began = 0 if scheduler is None else len(scheduler.trace)
+        found = real_below(store)
+        if scheduler is not None:
+            here().listed = began, len(scheduler.trace)
+        return found
 
     lane, removals = _LaneOfProcess(), WeakKeyDictionary[threading.Thread, Actor | None]()
     for name, call in system_calls(lambda: None if _world is None else _world.disk).items():
@@ -273,6 +286,7 @@ def simulation() -> Iterator[Threads]:
     put(ckpt.saving.background.Folder.__init__, "__defaults__", (lane,))
     put(in_flight, "saves", lane)
     put(Ownership, "look", look)
+    put(ObjectStore, "below", below)
     put(ckpt.run.provenance, "git_revision", lambda *_: "")
     gc.disable()  # a cycle that is collected in the middle of a run costs more than the run
     try:
