@@ -255,9 +255,10 @@ def _place(source: Source, part: Part) -> str:
     several = list(_models(tree))
     if not several and not optimizers:
         return ""
+    below = list(_models_below(tree))
     problem = (
         f"a model is one of the top entries {', '.join(MODEL_KEYS)}, and the checkpoint has none "
-        "of them; name its model with select="
+        f"of them; name its model with select={below[0] if below else ''}"
     )
     if several:
         problem = f"it has {len(several)} models; name one with select='{several[0]}'"
@@ -375,6 +376,14 @@ def _models(tree: Tree) -> Iterator[str]:
     for index, model in enumerate(listed if isinstance(listed, list | tuple) else ()):
         if isinstance(model, dict) and holds_tensor(model):
             yield join(MODEL_LIST, index)
+
+
+def _models_below(tree: Tree) -> Iterator[str]:
+    """Yields the key path of each model in a top entry, such as `app.model`."""
+    for outer, item in tree.items() if isinstance(tree, dict) else ():
+        for key in MODEL_KEYS if isinstance(item, dict) else ():
+            if isinstance(item.get(key), dict) and holds_tensor(item[key]):
+                yield join(str(outer), key)
 
 
 def _is_optimizer(tree: object) -> TypeGuard[dict[Key, Tree]]:

@@ -110,6 +110,11 @@ def test_a_conversion_in_memory_order_reads_the_same(saved: Path, tmp_path: Path
             "has none of them; name its model with select=; its top entries are net, o",
         ),
         (
+            {"app": {"model": {"w": torch.ones(1)}, "o": {"state": {}, "param_groups": []}}},
+            "model",
+            "name its model with select=app.model; its top entries are app",
+        ),
+        (
             {"models": [{"w": torch.ones(1)}, {"w": torch.ones(1)}]},
             "model",
             "it has 2 models; name one with select='models.0'; its top entries are models",

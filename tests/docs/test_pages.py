@@ -1,16 +1,19 @@
 """README and the pages do what they show: their programs, commands and blocks of code run.
 
 A block `python title="NAME"` is a file. In a block `console`, a line after `$ ` is a command. The
-lines below a command are its output, in which `...` stands for any text. The blocks `python`
-without a title run one after the other, with the names of PRELUDE, which stand for a program of the
-reader; one below `<!-- not run: REASON -->` is compiled only. `<!-- run: CODE -->` makes the files
-and names that a block needs, and is not shown.
+lines below a command are its output, in which `...` stands for any text. One shell runs all
+commands of a page. Below `<!-- numbers differ -->` the numbers of an output may be others.
+
+The blocks `python` without a title run one after the other, with the names of PRELUDE, which stand
+for a program of the reader; one below `<!-- not run: REASON -->` is compiled only.
+`<!-- run: CODE -->` makes the files and names that a block needs, and is not shown.
 """
 
 import ast
 import builtins
 import doctest
 import inspect
+import itertools
 import os
 import re
 import subprocess
@@ -27,10 +30,18 @@ from tests.stores.server import Server
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("docs/howto/*.md"))]
-BLOCK = re.compile(r"^```(python title=\"([^\"]+)\"|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^(<!-- numbers differ -->\n+)?```(python title=\"([^\"]+)\"|console)\n(.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
 CODE = re.compile(r"^(<!-- not run: .*? -->\n+)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HIDDEN = re.compile(r"^<!-- run: (.*?) -->$", re.MULTILINE | re.DOTALL)
+TRAIN = next(match[4] for match in BLOCK.finditer(PAGES[0].read_text()) if match[3] == "train.py")
+"""The program of README: the quick start shows it again, and other pages only use it."""
+STARTS = r"```console\n\$ (python|torchrun)"
+"""A page with it shows programs that run."""
 SECONDS = 300
+MARK = "--- the command has ended ---"
 PRELUDE = """\
 import os, sys, time
 from contextlib import suppress
@@ -74,13 +85,21 @@ def commands(block: str) -> Iterator[tuple[str, str]]:
         yield command, output
 
 
+def shape(output: str) -> str:
+    """The output with each number as N, and without the lines that are then repetitions."""
+    lines = re.sub(r"\d+(\.\d+)?", "N", output).splitlines(keepends=True)
+    return "".join(line for line, _ in itertools.groupby(lines))
+
+
 def pages_with(pattern: re.Pattern[str] | str) -> list[Path]:
     return [page for page in PAGES if re.search(pattern, page.read_text())]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("page", pages_with("```python title"), ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", pages_with(r"```console\n\$ (python|torchrun)"), ids=lambda page: page.stem
+)
 def test_the_commands_of_a_page_have_the_output_that_it_shows(page: Path, tmp_path: Path) -> None:
     programs = Path(sys.executable).parent
     environment = {
@@ -90,23 +109,31 @@ def test_the_commands_of_a_page_have_the_output_that_it_shows(page: Path, tmp_pa
         "CKPT_RUNTIME_DIR": str(tmp_path / "runtime"),  # names of live states are those of a host
         "PET_MASTER_PORT": str(free_ports(1)[0]),  # torchrun's, beside other tests
     }
-    for kind, name, content in BLOCK.findall(page.read_text()):
+    (tmp_path / "train.py").write_text(TRAIN)
+    expected = []
+    script = ["set -euo pipefail"]
+    for any_numbers, kind, name, content in BLOCK.findall(page.read_text()):
         if kind != "console":
             (tmp_path / name).write_text(content)
             continue
-        for command, expected in commands(content):
-            ended = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", command],
-                cwd=tmp_path,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=SECONDS,
-                check=False,
-            )
-            assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
-            same = doctest.OutputChecker().check_output(expected, ended.stdout, doctest.ELLIPSIS)
-            assert same or not expected, f"{command}\n{ended.stdout}\nis not\n{expected}"
+        for command, output in commands(content):
+            script += [command, f"printf '%s\\n' '{MARK}'"]
+            expected.append((command, output, bool(any_numbers)))
+    ended = subprocess.run(
+        ["bash", "-c", "\n".join(script)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS * 3,
+        check=False,
+    )
+    outputs = ended.stdout.split(f"{MARK}\n")
+    assert ended.returncode == 0, f"{expected[len(outputs) - 1][0]}\n{outputs[-1]}{ended.stderr}"
+    for (command, shown, any_numbers), output in zip(expected, outputs, strict=False):
+        texts = [shape(text) if any_numbers else text for text in (shown, output)]
+        same = doctest.OutputChecker().check_output(*texts, doctest.ELLIPSIS)
+        assert same or not shown, f"{command}\n{output}\nis not\n{shown}"
 
 
 @pytest.mark.slow
@@ -135,7 +162,8 @@ def test_the_blocks_of_a_page_run_as_they_are_pasted(
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_code_of_a_page_compiles_and_names_nothing_that_ckpt_lacks(page: Path) -> None:
     text = page.read_text()
-    named = [content for _, name, content in BLOCK.findall(text) if name]
+    named = [content for *_, name, content in BLOCK.findall(text) if name]
+    assert all(content == TRAIN for *_, name, content in BLOCK.findall(text) if name == "train.py")
     for content in [*named, *(code for _, code in CODE.findall(text))]:
         for node in ast.walk(ast.parse(content, page.name)):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "ckpt":
