@@ -380,10 +380,10 @@ def _models(tree: Tree) -> Iterator[str]:
 
 def _models_below(tree: Tree) -> Iterator[str]:
     """Yields the key path of each model in a top entry, such as `app.model`."""
-    for outer, item in tree.items() if isinstance(tree, dict) else ():
-        for key in MODEL_KEYS if isinstance(item, dict) else ():
-            if isinstance(item.get(key), dict) and holds_tensor(item[key]):
-                yield join(str(outer), key)
+    for outer, entry in tree.items() if isinstance(tree, dict) else ():
+        for key, item in entry.items() if isinstance(entry, dict) else ():
+            if key in MODEL_KEYS and isinstance(item, dict) and holds_tensor(item):
+                yield join(join("", outer), key)
 
 
 def _is_optimizer(tree: object) -> TypeGuard[dict[Key, Tree]]:
