@@ -15,8 +15,8 @@ import pytest
 from ckpt.errors import ExistsError
 from ckpt.stores.local_files import OPEN_FILES
 from ckpt.stores.local_store import NO_HARD_LINKS, LocalStore
+from ckpt.testing import content_of, fail_to_put, put
 from formats.errors import CorruptError
-from tests.stores.contents import content_of, fail_to_put, put
 
 CONTENT = random.Random(0).randbytes(1000)
 

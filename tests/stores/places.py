@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ckpt.stores.store import Store, open_store
+from ckpt.testing import StorePlace
 from tests.stores.server import Server
 
 SERVERS = ("moto", "radosgw", "azurite")
@@ -30,28 +29,22 @@ STRONG = (*LOCAL, *S3, "azurite")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Place(StorePlace):
     """Somewhere to open a store, as often as a test likes; nothing is there yet."""
 
-    kind: str
-    url: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = ""
     server: Server | None = None
-
-    def open(self, folder: str = "") -> Store:
-        """The folder itself, or one below it."""
-        return open_store(f"{self.url}/{folder}" if folder else self.url, self.options)
 
 
 def place_at(kind: str, folder: Path, servers: Callable[[str], Server]) -> Place:
     """A new place; `folder` is the test's own, and names it on servers."""
     if kind == "path":
-        return Place(kind, f"{folder}/{FOLDER}")
+        return Place(f"{folder}/{FOLDER}", kind=kind)
     if kind == "file":
-        return Place(kind, f"file://{folder}/{FOLDER}")
+        return Place(f"file://{folder}/{FOLDER}", kind=kind)
     if kind == "memory":
-        return Place(kind, f"memory://{folder.name}/{FOLDER}")
+        return Place(f"memory://{folder.name}/{FOLDER}", kind=kind)
     server = servers(kind)
     return Place(
-        kind, server.url(f"{folder.parent.name}/{folder.name}/{FOLDER}"), server.options, server
+        server.url(f"{folder.parent.name}/{folder.name}/{FOLDER}"), server.options, kind, server
     )
