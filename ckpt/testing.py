@@ -345,7 +345,7 @@ class StoreContract:
     def test_several_buffers_are_filled_end_to_end(self, store: Store) -> None:
         put(store, "data", CONTENT)
         targets = [bytearray(n) for n in (1, 0, 300, 17)]
-        store.read_into("data", 100, *map(memoryview, targets))
+        store.read_into("data", 100, *[memoryview(target) for target in targets])
         assert b"".join(targets) == CONTENT[100:418]
 
     def test_an_empty_file_is_a_file(self, store: Store) -> None:
