@@ -44,6 +44,11 @@ def pin_file(step: int, name: str) -> str:
     return f"pin-{step}-{name}.json"
 
 
+def is_pin(file: str) -> bool:
+    """Whether the name of a file, in the folder of the run, is that of a pin."""
+    return _PIN.fullmatch(file) is not None
+
+
 def pins_in(files: Iterable[str]) -> dict[int, tuple[str, ...]]:
     """Returns the names of the pins of each step, from the files in the folder of the run.
 

@@ -41,9 +41,14 @@ SHOWN_TENSORS = 3
 Progress = Callable[[int], None]
 
 
-def check_native(reader: Reader, progress: Progress | None = None) -> Findings:
-    """Checks the checkpoint in a folder. The manifest must be intact."""
-    data = read_manifest(reader)
+def check_native(
+    reader: Reader, progress: Progress | None = None, data: bytes | None = None
+) -> Findings:
+    """Checks the checkpoint in a folder. The manifest must be intact.
+
+    `data` is the manifest, if the folder does not have it yet.
+    """
+    data = read_manifest(reader) if data is None else data
     manifest = load(data, f"{reader.url}/{MANIFEST}")
     check = _Check(reader, manifest, progress)
     with Pool(WORKERS, "ckpt-verify") as pool:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from ckpt.errors import InUseError, NotACheckpointError, StoreError
 from ckpt.opening.sources import advice_at
 from ckpt.removing.gc import check_no_link, remove_old
-from ckpt.step_names import pin_file, pins_in, step_of
+from ckpt.step_names import pins_in, step_of
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.served_store import check_writable
 from ckpt.stores.store import (
@@ -151,8 +151,8 @@ def _check_unpinned(url: str, options: Options) -> None:
         pins = pins_in(run.names()).get(step, ())
     for pin in pins[:1]:
         raise InUseError(
-            f"{url}: it is pinned as {pin!r}, so that nothing removes it: before, call "
-            f"Checkpointer.unpin({step}, {pin!r}), or remove {join_url(above, pin_file(step, pin))}"
+            f"{url}: it is pinned as {pin!r}, so that nothing removes it: remove the pin first, by "
+            f"`ckpt pin --remove {join_url(above, name)} {pin}` or Checkpointer.unpin"
         )
 
 

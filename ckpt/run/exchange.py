@@ -10,9 +10,10 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckpt.errors import CkptError, NotACheckpointError
+from ckpt.errors import CkptError
 from ckpt.loading.newest import newest_first, order_of, seconds_of
 from ckpt.removing.delete import delete_step
 from ckpt.run.failures import Failures
@@ -21,8 +22,9 @@ from ckpt.run.local_tier import LocalOptions, LocalTier
 from ckpt.run.memory_tier import Memory, MemoryTier, opened
 from ckpt.run.owner import Ownership
 from ckpt.run.provenance import host_name, machine, provenance
+from ckpt.run.removal import set_pin
 from ckpt.run.retention import RunStep, newest_steps
-from ckpt.step_names import folder_name, pin_file
+from ckpt.step_names import folder_name
 from ckpt.stores.store import Options, join_url, open_store
 from formats.detect import folder_format
 from formats.native.manifest import MANIFEST
@@ -254,21 +256,7 @@ class RunRanks:
 
         Raises NotACheckpointError if the folder lacks the step, or the step the pin.
         """
-
-        def write() -> None:
-            file, place = pin_file(step, name), self.place(step)
-            with open_store(self.url, self._options) as store:
-                if not is_pinned:
-                    if file not in store.names():
-                        raise NotACheckpointError(f"{place}: it is not pinned as {name!r}")
-                    store.delete(file)
-                elif f"{folder_name(step)}/" not in store.entries() or not store.exists(
-                    f"{folder_name(step)}/{MANIFEST}"
-                ):
-                    raise NotACheckpointError(f"{place}: no checkpoint to pin is here")
-                elif file not in store.names():
-                    store.commit(file, json.dumps({"step": step, "name": name}).encode(), True)
-
+        write = partial(set_pin, self.url, step, name, is_pinned, self._options)
         self.run_on_first("pinning a checkpoint", write)
 
     def place(self, step: int) -> str:

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from functools import partial
 from warnings import warn
 
-from ckpt.errors import CkptError, InUseError, NotOwnerError, SaveFailedWarning
+from ckpt.errors import CkptError, InUseError, NotACheckpointError, NotOwnerError, SaveFailedWarning
 from ckpt.removing.delete import delete_step
 from ckpt.run.history import listed_steps
 from ckpt.run.owner import FRESH_SECONDS, Ownership
 from ckpt.run.retention import Keep, RunStep, removable
+from ckpt.step_names import folder_name, pin_file
 from ckpt.stores.store import Options, Store, join_url, local_path, open_store
 from ckpt.transfer.bases import base_files, borrowers_among, borrowing, check_readable
 from ckpt.transfer.facts import Checkpoints, checkpoints_in, write_index
@@ -46,6 +47,24 @@ class Removal:
     step: RunStep
     needed_by: str = ""
     """The reason why it stayed; empty if it was removed."""
+
+
+def set_pin(url: str, step: int, name: str, is_pinned: bool, options: Options) -> None:
+    """Pins a step of the run at `url` under a name, or removes the pin. One process calls this.
+
+    Raises NotACheckpointError if the folder lacks the step, or the step the pin.
+    """
+    file, folder = pin_file(step, name), folder_name(step)
+    place = join_url(url, folder)
+    with open_store(url, options) as store:
+        if not is_pinned:
+            if file not in store.names():
+                raise NotACheckpointError(f"{place}: it is not pinned as {name!r}")
+            store.delete(file)
+        elif f"{folder}/" not in store.entries() or not store.exists(f"{folder}/{MANIFEST}"):
+            raise NotACheckpointError(f"{place}: no checkpoint to pin is here")
+        elif file not in store.names():
+            store.commit(file, json.dumps({"step": step, "name": name}).encode(), True)
 
 
 def removals(

@@ -90,7 +90,7 @@ def test_a_deleted_step_is_gone_and_pinned_or_borrowed_ones_are_not_deleted(
             run.delete(4)
         assert run.restore(state_of(0)) == 4
         run.pin(3, "a")
-        pinned = rf"pinned as 'a', .*unpin\(3, 'a'\), or remove {tmp_path}/pin-3-a.json"
+        pinned = rf"pinned as 'a', .*`ckpt pin --remove {tmp_path}/step-3 a` or Checkpointer.unpin"
         for delete in (lambda: run.delete(3), lambda: ckpt.delete(tmp_path / "step-3")):
             with pytest.raises(ckpt.InUseError, match=pinned):
                 delete()

@@ -136,6 +136,8 @@ ARGUMENTS = {
     "serve": (["run"], ["--port", "1"]),
     "latest": (["folder"], ["--verify"]),
     "rm": (["checkpoint", "other"], ["-n"]),
+    "cp": (["src", "dst"], ["-q"]),
+    "pin": (["checkpoint", "name"], ["--remove"]),
     "gc": (["folder"], ["--delete"]),
     "doctor": (["folder"], ["--read-only"]),
     "completion": (["bash"], []),

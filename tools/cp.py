@@ -1,0 +1,86 @@
+"""`ckpt cp`: a run, or one checkpoint, as it is, to another disk or bucket."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from dataclasses import asdict, dataclass, field
+from functools import partial
+
+from ckpt.display import count, printable, size
+from tools.exit_codes import OF_A_READER, ExitCode, Help
+from tools.options import (
+    Option,
+    add_quiet,
+    add_storage_options,
+    add_storage_options_of,
+    mapping,
+)
+from tools.progress import progress
+from tools.text import coloured, json_text, place
+
+HELP = Help(
+    summary="copy a run or a checkpoint to another disk or bucket, and check the copy",
+    description="""\
+Copies a checkpoint of ckpt's own format, or all of a run with their pins, as they are. The bytes
+of a copy are read back and compared with their checksums before it appears. A copy that was
+interrupted goes on when the command is repeated; checkpoints that are there stay.""",
+    examples=(
+        ("ckpt cp runs/gpt s3://bucket/gpt", "copies all checkpoints of a run into a bucket"),
+        ("ckpt cp s3://bucket/gpt/step-100 best", "copies one checkpoint to this disk"),
+    ),
+    codes=(*OF_A_READER, ExitCode.EXISTS),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The place to copy from, and that of the copy."""
+
+    src: str
+    dst: str
+    quiet: bool
+    as_json: bool
+    storage_options: list[Option] | None = field(default=None, repr=False)
+    dst_storage_options: list[Option] | None = field(default=None, repr=False)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("src", metavar="SRC", help="a folder of checkpoints, or one checkpoint")
+    parser.add_argument("dst", metavar="DST", help="the folder of the copy, as a path or URL")
+    add_quiet(parser)
+    parser.add_argument(
+        "--json", dest="as_json", action="store_true", help="the copied checkpoints as JSON"
+    )
+    add_storage_options(parser)
+    add_storage_options_of(parser, "DST")
+
+
+def run(options: Options) -> int:
+    """Prints each checkpoint as soon as its copy is whole."""
+    from ckpt.run.copy import copy, nbytes_of
+
+    storage = mapping(options.storage_options)
+    found = []
+    with progress("cp", partial(nbytes_of, options.src, storage), options.quiet) as advance:
+        for one in copy(
+            options.src,
+            options.dst,
+            progress=advance,
+            storage_options=storage,
+            dst_storage_options=mapping(options.dst_storage_options),
+        ):
+            found.append(one)
+            if not (options.quiet or options.as_json):
+                what = "copied and checked" if one.copied_bytes else "is there"
+                said = f"{count(one.files, 'file')}, {size(one.nbytes)}; "
+                print(f"{place(one.url)}: {said}{coloured(what, 'sound')}")
+    if options.as_json:
+        rows = [asdict(one) for one in found]
+        print(json_text({"src": options.src, "dst": options.dst, "checkpoints": rows}))
+    elif not options.quiet and len(found) > 1:
+        copied = sum(one.copied_bytes > 0 for one in found)
+        total = size(sum(one.copied_bytes for one in found))
+        there = f", {len(found) - copied:,} were there" if len(found) > copied else ""
+        print(f"{printable(place(options.dst))}: {count(copied, 'checkpoint')}, {total}{there}")
+    return ExitCode.FINE
