@@ -21,9 +21,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from sharding.agreement.call_events import Event, observe
+from sharding.agreement.call_events import Event, Requests, observe
 
-__all__ = ["Event", "log", "recorded", "subscribe", "trace"]
+__all__ = ["Event", "Requests", "log", "recorded", "subscribe", "trace"]
 
 LOGGER = "ckpt.events"
 
@@ -104,7 +104,11 @@ def _sentence(event: Event) -> str:
     moved = f", {event.nbytes:,} bytes" if event.nbytes else ""
     waited = f", {event.waited:.3f} s of it for other ranks" if event.waited else ""
     again = f", {event.rereads} reads repeated" if event.rereads else ""
-    return f"{name} took {took}{moved}{waited}{again}{ended}"
+    sent = sum(one.sent for one in event.requests.values())
+    repeated = sum(one.repeated for one in event.requests.values())
+    asked = f", {sent} requests" if sent else ""
+    asked += f" of which {repeated} repeat failed ones" if repeated else ""
+    return f"{name} took {took}{moved}{waited}{again}{asked}{ended}"
 
 
 def _rows(rows: list[tuple[int, Event]]) -> Iterator[dict[str, object]]:
@@ -122,5 +126,10 @@ def _rows(rows: list[tuple[int, Event]]) -> Iterator[dict[str, object]]:
             "cat": event.call,
             "ts": event.began * 1e6,
             "dur": event.seconds * 1e6,
-            "args": {"bytes": event.nbytes, "waited": event.waited, "error": event.error},
+            "args": {
+                "bytes": event.nbytes,
+                "waited": event.waited,
+                "error": event.error,
+                **event.numbers(),
+            },
         }

@@ -38,6 +38,7 @@ def scalars(writer: Writer) -> Callable[[], None]:
             return
         calls[event.call] += 1
         points = {"seconds": event.seconds, "waited": event.waited}
+        points |= {f"requests/{name}": number for name, number in event.numbers().items()}
         if event.nbytes:
             points["bytes_per_second"] = event.nbytes / event.seconds
         for name, value in points.items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any, TypeVar
 
 from azure.core import MatchConditions, exceptions
@@ -19,8 +19,10 @@ from azure.storage.blob import BlobBlock
 from ckpt.stores.driver import (
     ANSWER_SECONDS,
     CONNECT_SECONDS,
+    NO_OPTIONS,
     Below,
     ObjectInfo,
+    OwnOptions,
     PartLimits,
     PastEndError,
     Session,
@@ -28,13 +30,21 @@ from ckpt.stores.driver import (
     Start,
     StoreCapabilities,
     Unfinished,
+    count_received,
+    count_request,
     in_loop,
 )
 from ckpt.stores.retries import ErrorClass
 
 T = TypeVar("T")
 
-_ONCE = {"retry_total": 0, "connection_timeout": CONNECT_SECONDS, "read_timeout": ANSWER_SECONDS}
+_ONCE = {
+    "retry_total": 0,
+    "connection_timeout": CONNECT_SECONDS,
+    "read_timeout": ANSWER_SECONDS,
+    "raw_request_hook": lambda request: _sending(request),
+    "raw_response_hook": lambda answer: _answered(answer),
+}
 """The client makes no retries: `ckpt.stores.retries` does."""
 _IF_ABSENT = {"match_condition": MatchConditions.IfMissing}
 _STALE = ("AuthenticationFailed", "InvalidAuthenticationInfo")
@@ -59,6 +69,10 @@ class AzureDriver(Session):
     deletes_at_once = 1
     holds_answers = True
 
+    def __init__(self, file_system: Any, own: OwnOptions = NO_OPTIONS) -> None:
+        super().__init__(file_system, own)
+        self._once = {**_ONCE, "user_agent": own.header}
+
     def server(self) -> str:
         """Returns the URL of the account."""
         return str(self._fs.service_client.url).partition("?")[0]
@@ -71,7 +85,7 @@ class AzureDriver(Session):
 
         async def listing() -> list[ObjectInfo]:
             found = []
-            async for blob in container.walk_blobs(name_starts_with=prefix, **_ONCE):
+            async for blob in container.walk_blobs(name_starts_with=prefix, **self._once):
                 name = blob.name[len(prefix) :]
                 if name.endswith("/"):
                     found.append(ObjectInfo(name.rstrip("/"), False, 0, 0.0))
@@ -91,7 +105,7 @@ class AzureDriver(Session):
 
         async def listing() -> list[ObjectInfo] | None:
             below, more = Below(), True
-            async for page in container.list_blobs(prefix, **_ONCE).by_page():
+            async for page in container.list_blobs(prefix, **self._once).by_page():
                 if not more:
                     return None
                 blobs = [blob async for blob in page]
@@ -105,20 +119,20 @@ class AzureDriver(Session):
     def head(self, path: str) -> ObjectInfo:
         """Returns the properties of one blob."""
         blob = self._blob(path)
-        return _found(path.rpartition("/")[2], self._run(blob.get_blob_properties(**_ONCE)))
+        return _found(path.rpartition("/")[2], self._run(blob.get_blob_properties(**self._once)))
 
     def get_range(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
         """Reads a range in one request."""
         length = sum(target.nbytes for target in targets)
 
         async def fetch() -> tuple[memoryview, int]:
-            answer = await self._blob(path).download_blob(offset, length, **_ONCE)
+            answer = await self._blob(path).download_blob(offset, length, **self._once)
             size = int(str(answer.properties.content_range).rpartition("/")[2])
             if size < offset + length:
                 raise PastEndError(size)
             return memoryview(await answer.readall()), size
 
-        data, size = self._run(fetch())
+        data, size = self._run(fetch(), length)
         if len(data) != length:
             raise ShortAnswerError(f"the response has {len(data)} of {length} bytes")
         for target in targets:
@@ -130,7 +144,7 @@ class AzureDriver(Session):
         """Reads the first bytes of a blob, with the tag of the blob that they are of."""
 
         async def fetch() -> Start:
-            answer = await self._blob(path).download_blob(0, length, **_ONCE)
+            answer = await self._blob(path).download_blob(0, length, **self._once)
             size = int(str(answer.properties.content_range).rpartition("/")[2])
             tag = _quoted(answer.properties.etag)
             return Start(bytes(await answer.readall()), size, tag)
@@ -141,7 +155,7 @@ class AzureDriver(Session):
         """Reads a blob; returns its size if that is above `limit`, and its ETag."""
 
         async def fetch() -> tuple[bytes | int, str]:
-            answer = await self._blob(path).download_blob(**_ONCE)
+            answer = await self._blob(path).download_blob(**self._once)
             size, tag = int(answer.properties.size), str(answer.properties.etag or "")
             if size > limit:
                 return size, tag
@@ -167,13 +181,14 @@ class AzureDriver(Session):
     def upload_part(self, path: str, upload_id: str, number: int, data: memoryview) -> Any:
         """Uploads one block and returns its name."""
         name = f"{upload_id}{number:06}"
-        self._run(self._blob(path).stage_block(name, bytes(data), length=len(data), **_ONCE))
+        staging = self._blob(path).stage_block(name, bytes(data), length=len(data), **self._once)
+        self._run(staging, len(data))
         return name
 
     def complete_multipart(self, path: str, upload_id: str, parts: Sequence[Any]) -> None:
         """Makes a blob of its blocks."""
         blocks = [BlobBlock(name) for name in parts]
-        self._run(self._blob(path).commit_block_list(blocks, **_ONCE))
+        self._run(self._blob(path).commit_block_list(blocks, **self._once))
 
     def abort_multipart(self, path: str, upload_id: str) -> None:
         """Deletes the blocks, unless a blob of the name exists."""
@@ -181,9 +196,9 @@ class AzureDriver(Session):
         async def abort() -> None:
             blob = self._blob(path)
             with suppress(exceptions.ResourceExistsError, exceptions.ResourceModifiedError):
-                empty = await blob.commit_block_list([], **_IF_ABSENT, **_ONCE)
+                empty = await blob.commit_block_list([], **_IF_ABSENT, **self._once)
                 same = {"etag": empty["etag"], "match_condition": MatchConditions.IfNotModified}
-                await blob.delete_blob(**same, **_ONCE)
+                await blob.delete_blob(**same, **self._once)
 
         self._run(abort())
 
@@ -192,9 +207,9 @@ class AzureDriver(Session):
         container, prefix = self._folder(folder)
 
         async def pending() -> list[Unfinished]:
-            blobs = {blob.name async for blob in container.list_blobs(prefix, **_ONCE)}
+            blobs = {blob.name async for blob in container.list_blobs(prefix, **self._once)}
             found = []
-            all_kinds = container.list_blobs(prefix, include=["uncommittedblobs"], **_ONCE)
+            all_kinds = container.list_blobs(prefix, include=["uncommittedblobs"], **self._once)
             async for blob in all_kinds:
                 name = blob.name[len(prefix) :]
                 if blob.name not in blobs and "/" not in name:
@@ -207,13 +222,13 @@ class AzureDriver(Session):
 
     def multipart_bytes(self, path: str, upload_id: str) -> int:
         """Returns the bytes of the blocks that no blob has."""
-        _, blocks = self._run(self._blob(path).get_block_list("uncommitted", **_ONCE))
+        _, blocks = self._run(self._blob(path).get_block_list("uncommitted", **self._once))
         return sum(int(block.size) for block in blocks)
 
     def delete(self, path: str, tag: str = "") -> None:
         """Deletes a blob; with `tag`, if this is its ETag."""
         deleting = self._blob(path).delete_blob(
-            delete_snapshots="include", **_if_it_has(tag), **_ONCE
+            delete_snapshots="include", **_if_it_has(tag), **self._once
         )
         self._run(deleting)
 
@@ -258,9 +273,9 @@ class AzureDriver(Session):
     def _upload(self, path: str, data: memoryview, overwrite: bool, **condition: Any) -> str:
         blob = self._blob(path)
         uploading = blob.upload_blob(
-            bytes(data), length=len(data), overwrite=overwrite, **condition, **_ONCE
+            bytes(data), length=len(data), overwrite=overwrite, **condition, **self._once
         )
-        return str(self._run(uploading).get("etag") or "")
+        return str(self._run(uploading, len(data)).get("etag") or "")
 
     def _blob(self, path: str) -> Any:
         container, key, _ = self._fs.split_path(path)
@@ -271,8 +286,10 @@ class AzureDriver(Session):
         prefix = f"{key.rstrip('/')}/" if key.strip("/") else ""
         return self._fs.service_client.get_container_client(container), prefix
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return in_loop(self._fs.loop, work)
+    def _run(self, work: Coroutine[Any, Any, T], nbytes: int = 0) -> T:
+        """Runs a request with so many bytes of a file in it or in its answer."""
+        with closing(work), self._gate.passing(nbytes):
+            return in_loop(self._fs.loop, work)
 
 
 def _if_it_has(tag: str) -> dict[str, Any]:
@@ -287,3 +304,19 @@ def _found(name: str, blob: Any) -> ObjectInfo:
 def _quoted(etag: str | None) -> str:
     """Returns an ETag as conditions have it. Listings have it without quotation marks."""
     return f'"{etag.strip(chr(34))}"' if etag else ""
+
+
+def _sending(request: Any) -> None:
+    """Counts a request that the client sends, one page of a listing say."""
+    sent = request.http_request
+    is_listing = "comp=list" in sent.url or ("comp=blocklist" in sent.url and sent.method == "GET")
+    operation = "list" if is_listing else sent.method.lower()
+    is_data = operation == "put" and "comp=blocklist" not in sent.url
+    count_request(operation, int(sent.headers.get("Content-Length") or 0) if is_data else 0)
+
+
+def _answered(answer: Any) -> None:
+    """Counts the bytes of a file in an answer."""
+    sent, got = answer.http_request, answer.http_response
+    if sent.method == "GET" and "comp=" not in sent.url and got.status_code < 300:
+        count_received(int(got.headers.get("Content-Length") or 0))

@@ -10,19 +10,27 @@ The guarantees of a store, and its unfinished files, as values.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
-from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from ckpt.stores.retries import ErrorClass
+from ckpt.version import __version__
 from formats.errors import CorruptError
 from formats.storage import FileWriter
+from sharding.agreement.call_events import Requests, count_requests
 from sharding.errors import ArgumentError
 
 T = TypeVar("T")
+Clock = Callable[[], float]
+Sleep = Callable[[float], object]
 
 CONNECT_SECONDS = 20
 ANSWER_SECONDS = 60
@@ -221,11 +229,102 @@ class StreamDriver(Driver, Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class OwnOptions:
+    """The options in `storage_options` that ckpt takes itself, for every driver."""
+
+    concurrency: int | None = None
+    """The most requests of this process on their way at the same time."""
+    max_bandwidth: float | None = None
+    """The most bytes of files that this process sends and receives in a second."""
+    user_agent: str = ""
+    """A word that follows ckpt's own in the header of this name."""
+
+    @property
+    def header(self) -> str:
+        """The words of ckpt in the header `User-Agent`."""
+        return f"ckpt/{__version__} {self.user_agent}".rstrip()
+
+
+NO_OPTIONS = OwnOptions()
+
+
+def free_at(busy_until: float, now: float, nbytes: int, bandwidth: float) -> tuple[float, float]:
+    """Returns when a line is free again after some bytes, and the pause before they may begin.
+
+    >>> free_at(0.0, 100.0, 50, 10.0), free_at(105.0, 101.0, 20, 10.0)
+    ((105.0, 0.0), (107.0, 4.0))
+    """
+    begin = max(busy_until, now)
+    return begin + nbytes / bandwidth, begin - now
+
+
+class Gate:
+    """Lets as many requests and bytes pass as the options allow; for one process."""
+
+    def __init__(self, own: OwnOptions, clock: Clock = time.monotonic, sleep: Sleep = time.sleep):
+        self._own, self._clock, self._sleep = own, clock, sleep
+        self._slots = None if own.concurrency is None else threading.Semaphore(own.concurrency)
+        self._lock, self._busy_until = threading.Lock(), 0.0
+
+    @contextmanager
+    def passing(self, nbytes: int) -> Iterator[None]:
+        """Holds a place for a request with so many bytes, once there is one."""
+        self.account(nbytes)
+        with self._slots or nullcontext():
+            yield
+
+    def account(self, nbytes: int) -> None:
+        """Waits until the line is free, and keeps it busy for the time of so many bytes."""
+        if self._own.max_bandwidth is None or not nbytes:
+            return
+        with self._lock:
+            self._busy_until, pause = free_at(
+                self._busy_until, self._clock(), nbytes, self._own.max_bandwidth
+            )
+        if pause > 0:
+            self._sleep(pause)
+
+
+@lru_cache(maxsize=64)
+def gate_of(server: str, own: OwnOptions) -> Gate:
+    """Returns the gate that all stores of this process with these options share."""
+    return Gate(own)
+
+
+os.register_at_fork(after_in_child=gate_of.cache_clear)
+
+
+@contextmanager
+def repeating() -> Iterator[None]:
+    """Inside, requests count as repeated ones."""
+    token = _is_repeated.set(True)
+    try:
+        yield
+    finally:
+        _is_repeated.reset(token)
+
+
+_is_repeated: ContextVar[bool] = ContextVar("is_repeated", default=False)
+"""Also known in the event loops of drivers: a call there takes the context along."""
+
+
+def count_request(operation: str, nbytes: int = 0) -> None:
+    """Counts a request for the events, with the bytes of a file in it."""
+    count_requests(operation, Requests(1, int(_is_repeated.get()), nbytes))
+
+
+def count_received(nbytes: int) -> None:
+    """Counts bytes of a file in an answer."""
+    count_requests("get", Requests(nbytes=nbytes))
+
+
 class Session:
     """The part of a driver that keeps the file system, and with it the credentials."""
 
-    def __init__(self, file_system: Any) -> None:
+    def __init__(self, file_system: Any, own: OwnOptions = OwnOptions()) -> None:
         self._fs = file_system
+        self._gate = gate_of(str(getattr(file_system, "_fs_token", "")), own)
 
     @property
     def session(self) -> object:

@@ -17,6 +17,7 @@ from errno import EROFS
 from typing import IO, Any
 
 from ckpt.stores.driver import (
+    Gate,
     ObjectInfo,
     PastEndError,
     Session,
@@ -24,6 +25,8 @@ from ckpt.stores.driver import (
     Start,
     StoreCapabilities,
     Unfinished,
+    count_received,
+    count_request,
 )
 from ckpt.stores.retries import ErrorClass
 from formats.storage import Buffer, FileWriter
@@ -52,11 +55,9 @@ class FsspecDriver(Session):
         """Lists the files and folders directly in a folder."""
         self._fs.invalidate_cache(folder)  # other processes may have written here
         own = folder.rstrip("/")
-        return [
-            _found(entry)
-            for entry in self._fs.ls(folder, detail=True)
-            if entry["name"].rstrip("/") != own
-        ]
+        with self._sending("list"):
+            found = self._fs.ls(folder, detail=True)
+        return [_found(entry) for entry in found if entry["name"].rstrip("/") != own]
 
     def list_below(self, folder: str) -> list[ObjectInfo] | None:
         """Returns None: fsspec walks folder by folder."""
@@ -65,7 +66,8 @@ class FsspecDriver(Session):
     def head(self, path: str) -> ObjectInfo:
         """Returns the properties of one file."""
         self._fs.invalidate_cache(path.rpartition("/")[0])
-        entry = self._fs.info(path)
+        with self._sending("head"):
+            entry = self._fs.info(path)
         if entry["type"] != "file":
             raise FileNotFoundError(path)
         return _found(entry)
@@ -73,7 +75,7 @@ class FsspecDriver(Session):
     def get_range(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
         """Reads a range in one request."""
         length = sum(target.nbytes for target in targets)
-        data = memoryview(self._fs.cat_file(path, start=offset, end=offset + length))
+        data = memoryview(self._get(path, offset, offset + length))
         if len(data) > length:
             raise OSError(
                 f"the server answered a request for bytes {offset}:{offset + length} with "
@@ -94,19 +96,19 @@ class FsspecDriver(Session):
     def get_start(self, path: str, length: int) -> Start:
         """Reads the first bytes of a file. There are no tags."""
         size = self._size(path)
-        data = self._fs.cat_file(path, start=0, end=min(size, length))
-        return Start(bytes(data), size, "")
+        return Start(self._get(path, 0, min(size, length)), size, "")
 
     def get(self, path: str, limit: int) -> tuple[bytes | int, str]:
         """Reads all bytes of a file; returns its size if that is above `limit`, and no tag."""
         size = self._size(path)
-        return (size if size > limit else bytes(self._fs.cat_file(path))), ""
+        return (size if size > limit else self._get(path, 0, None)), ""
 
     def put(self, path: str, data: memoryview, tag: str = "") -> str:
         """Writes a file in one call. There are no tags."""
         self._check_can_write(path)
         self._make_folder(path)
-        self._fs.pipe_file(path, bytes(data))
+        with self._sending("put", len(data)):
+            self._fs.pipe_file(path, bytes(data))
         return ""
 
     def put_if_absent(self, path: str, data: memoryview) -> str:
@@ -115,10 +117,11 @@ class FsspecDriver(Session):
         self._make_folder(path)
         # NotImplementedError: the file system lacks the condition. TypeError: it lacks the
         # argument. `capabilities` does not claim the condition: a commit looks for the file first.
-        with suppress(NotImplementedError, TypeError):
+        with suppress(NotImplementedError, TypeError), self._sending("put", len(data)):
             self._fs.pipe_file(path, bytes(data), mode="create")
             return ""
-        self._fs.pipe_file(path, bytes(data))
+        with self._sending("put", len(data)):
+            self._fs.pipe_file(path, bytes(data))
         return ""
 
     def abort_multipart(self, path: str, upload_id: str) -> None:
@@ -139,7 +142,7 @@ class FsspecDriver(Session):
         self._make_folder(path)
         remote = self._fs.open(path, "wb")
         try:
-            yield Stream(remote)
+            yield Stream(remote, self._gate)
         except BaseException:
             # `close` would publish the truncated file. Some drivers can discard it instead.
             discard = getattr(remote, "discard", None)
@@ -154,7 +157,8 @@ class FsspecDriver(Session):
     def delete(self, path: str, tag: str = "") -> None:
         """Deletes a file. There are no tags."""
         self._check_can_write(path)
-        self._fs.rm_file(path)
+        with self._sending("delete"):
+            self._fs.rm_file(path)
 
     def delete_all(self, paths: Mapping[str, str]) -> None:
         """Deletes one file."""
@@ -200,6 +204,21 @@ class FsspecDriver(Session):
         is_broken = is_aiohttp and not isinstance(error, ValueError)
         return ErrorClass.PASSING if is_broken else ErrorClass.LASTING
 
+    @contextmanager
+    def _sending(self, operation: str, nbytes: int = 0) -> Iterator[None]:
+        """Holds a place for a call, and counts it as one request."""
+        with self._gate.passing(nbytes):
+            count_request(operation, nbytes)
+            yield
+
+    def _get(self, path: str, lo: int, hi: int | None) -> bytes:
+        """Reads bytes of a file; all from `lo` on if `hi` is None."""
+        with self._gate.passing(0 if hi is None else hi - lo):
+            count_request("get")
+            data = self._fs.cat_file(path) if hi is None else self._fs.cat_file(path, lo, hi)
+        count_received(len(data))
+        return bytes(data)
+
     def _size(self, path: str) -> int:
         """Returns the bytes of a file; 0 if the server does not tell."""
         return self.head(path).nbytes or 0
@@ -215,13 +234,15 @@ class FsspecDriver(Session):
 class Stream:
     """Streams to an fsspec file."""
 
-    def __init__(self, remote: IO[bytes]) -> None:
-        self._remote = remote
+    def __init__(self, remote: IO[bytes], gate: Gate) -> None:
+        self._remote, self._gate = remote, gate
 
     def write(self, buffers: Iterable[Buffer]) -> None:
         """Appends the buffers. The driver copies bytes that it does not send at once."""
         for buffer in buffers:
-            self._remote.write(buffer)
+            with self._gate.passing(len(buffer)):
+                count_request("put", len(buffer))
+                self._remote.write(buffer)
 
     def rewrite_start(self, data: Buffer) -> None:
         """Raises OSError: a stream cannot change bytes that it has sent."""
@@ -271,12 +292,14 @@ class GcsDriver(FsspecDriver):
 
     def put(self, path: str, data: memoryview, tag: str = "") -> str:
         """Writes an object in one request. There are no tags: gcsfs has no condition for them."""
-        self._fs.pipe_file(path, bytes(data), mode="overwrite")
+        with self._sending("put", len(data)):
+            self._fs.pipe_file(path, bytes(data), mode="overwrite")
         return ""
 
     def put_if_absent(self, path: str, data: memoryview) -> str:
         """Writes an object in one request, with ifGenerationMatch=0."""
-        self._fs.pipe_file(path, bytes(data), mode="create")
+        with self._sending("put", len(data)):
+            self._fs.pipe_file(path, bytes(data), mode="create")
         return ""
 
     @contextmanager
@@ -284,7 +307,7 @@ class GcsDriver(FsspecDriver):
         """Returns a writer that streams an object. An exception in the block discards it."""
         remote = self._fs.open(path, "wb", block_size=BLOCK_BYTES)
         try:
-            yield Stream(remote)
+            yield Stream(remote, self._gate)
         except BaseException:
             remote.discard()
             remote.closed = True  # otherwise the finaliser would publish the truncated object

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -37,6 +37,7 @@ from ckpt.stores.driver import (
     StoreCapabilities,
     StreamDriver,
     Unfinished,
+    repeating,
 )
 from ckpt.stores.request_errors import UnsupportedRequestError, UploadGoneError, explained
 from ckpt.stores.retries import ErrorClass, OverNetwork, RetryPolicy, retry_policy
@@ -646,19 +647,21 @@ class ObjectStore(OverNetwork):
     ) -> T:
         policy = self._policy if policy is None else policy
         place = f"{self.url}/{name}" if name else self.url
-        driver, is_renewed = self._driver, False
+        driver, is_renewed, tries = self._driver, False, 0
 
         def request() -> T:
-            nonlocal is_renewed
-            session = driver.session
-            try:
-                return action()
-            except Exception as error:
-                if is_renewed or driver.error_class(error) is not ErrorClass.STALE:
-                    raise
-                is_renewed = True
+            nonlocal is_renewed, tries
+            session, tries = driver.session, tries + 1
+            with repeating() if tries > 1 else nullcontext():
+                try:
+                    return action()
+                except Exception as error:
+                    if is_renewed or driver.error_class(error) is not ErrorClass.STALE:
+                        raise
+                    is_renewed = True
             driver.renew(session)
-            return action()
+            with repeating():
+                return action()
 
         try:
             return policy.run(request, driver.error_class, f"{place}: {doing}", is_over)

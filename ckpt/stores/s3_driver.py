@@ -20,8 +20,10 @@ from aiobotocore.session import AioSession
 from botocore import exceptions
 
 from ckpt.stores.driver import (
+    NO_OPTIONS,
     Below,
     ObjectInfo,
+    OwnOptions,
     PartLimits,
     PastEndError,
     Session,
@@ -30,6 +32,8 @@ from ckpt.stores.driver import (
     StoreCapabilities,
     Unfinished,
     check_names,
+    count_received,
+    count_request,
     in_loop,
 )
 from ckpt.stores.retries import ErrorClass
@@ -73,6 +77,9 @@ _REFUSED = {
 """Codes with a remedy of their own."""
 _UNTOLD = (301, 307, 400, 401, 403, 507)
 """The statuses of refusals. The answer to a HEAD has no body that tells the reason."""
+_OPERATIONS = {"create": "put", "upload": "put", "complete": "put", "abort": "delete"}
+"""The operations of methods by their first words; those of others are the words themselves."""
+_SPAN = re.compile(r"bytes=([0-9]+)-([0-9]+)")
 _UNSUPPORTED = ("501", "NotImplemented")
 _SETTINGS = {
     "versioning": ("get_bucket_versioning", ""),
@@ -121,9 +128,9 @@ class S3Driver(Session):
     deletes_at_once = 1000
     holds_answers = False
 
-    def __init__(self, file_system: Any) -> None:
+    def __init__(self, file_system: Any, own: OwnOptions = NO_OPTIONS) -> None:
         _check_options(file_system)
-        super().__init__(file_system)
+        super().__init__(file_system, own)
 
     def server(self) -> str:
         """Returns the address of the server."""
@@ -402,6 +409,10 @@ class S3Driver(Session):
         **arguments: Any,
     ) -> Any:
         """Sends one request. Returns the response, or the result of `take` for it."""
+        body = arguments.get("Body")
+        sent_bytes = 0 if body is None else len(body)
+        span = _SPAN.fullmatch(arguments.get("Range", ""))
+        awaited_bytes = 0 if span is None else int(span[2]) - int(span[1]) + 1
 
         async def call() -> Any:
             await self._fs.set_session()
@@ -410,7 +421,19 @@ class S3Driver(Session):
             answer = await action(**self._fs._get_s3_method_kwargs(action, **arguments))
             return answer if take is None else await take(answer)
 
-        return in_loop(self._fs.loop, call())
+        with self._gate.passing(sent_bytes + awaited_bytes):
+            count_request(operation_of(method), sent_bytes)
+            return in_loop(self._fs.loop, call())
+
+
+def operation_of(method: str) -> str:
+    """Returns the operation of a method of the client, as events name it.
+
+    >>> operation_of("upload_part"), operation_of("list_objects_v2"), operation_of("head_object")
+    ('put', 'list', 'head')
+    """
+    verb = method.partition("_")[0]
+    return "copy" if method.endswith("_copy") else _OPERATIONS.get(verb, verb)
 
 
 def _found(name: str, entry: Mapping[str, Any]) -> ObjectInfo:
@@ -481,3 +504,4 @@ async def _fill(body: Any, targets: Sequence[memoryview]) -> None:
                 part = data[: end - at]
                 target[at : at + len(part)] = part
                 at, data = at + len(part), data[len(part) :]
+    count_received(sum(len(target) for target in targets))

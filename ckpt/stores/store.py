@@ -292,16 +292,18 @@ def _is_known_served(url: str) -> bool:
 def _bucket(url: str, options: dict[str, Any]) -> Store:
     import fsspec  # these imports are here because a local disk needs none of them
 
-    from ckpt.stores.drivers import driver_of, settings_of
+    from ckpt.stores.drivers import driver_of, own_options, settings_of
     from ckpt.stores.object_store import ObjectStore
 
     place = url if url.endswith("://") else url.rstrip("/")
     protocol = url.partition("://")[0]
-    told = settings_of(protocol, options)
+    own, others = own_options(options)
+    told = settings_of(protocol, others, own)
     if url.startswith(WEB):  # `url_to_fs` would divide it at a `::`
-        return ObjectStore(place, place, driver_of(fsspec.filesystem(protocol, **told)), options)
+        driver = driver_of(fsspec.filesystem(protocol, **told), own)
+        return ObjectStore(place, place, driver, options)
     file_system, root = fsspec.core.url_to_fs(place, **told)
-    return ObjectStore(place, root, driver_of(file_system), options)
+    return ObjectStore(place, root, driver_of(file_system, own), options)
 
 
 def absolute(url: str | os.PathLike[str]) -> str:

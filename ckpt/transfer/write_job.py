@@ -25,6 +25,7 @@ from formats.native.manifest import Manifest, StoredTensor, dump, load
 from formats.native.shard import Progress, ShardSummary
 from formats.native.shard_writer import write_shard
 from formats.outgoing import OutgoingTensor
+from sharding.agreement.call_events import Requests, count_requests, take_requests
 
 STEP_BYTES = 8 << 20
 """Bytes between two calls of `advance`: a whole number of chunks."""
@@ -178,19 +179,24 @@ def read_job(message: bytes) -> WriteJob:
 
 
 def summary_message(summary: ShardSummary) -> bytes:
-    """Returns the summary of a written file as an answer in bytes."""
-    return json.dumps({"written": asdict(summary)}).encode()
+    """Returns the summary of a written file as an answer in bytes, with the requests for it."""
+    return json.dumps({"written": asdict(summary), "requests": take_requests()}).encode()
 
 
 def error_message(error: Exception) -> bytes:
     """Returns the reason for a missing file as an answer in bytes."""
     said = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
-    return json.dumps({"error": said}).encode()
+    return json.dumps({"error": said, "requests": take_requests()}).encode()
 
 
 def read_answer(message: bytes, where: str) -> ShardSummary:
-    """Returns the summary in an answer. Raises StoreError if the answer is an error."""
+    """Returns the summary in an answer. Raises StoreError if the answer is an error.
+
+    The requests of the process that wrote the file count as those of this one.
+    """
     answer = json.loads(message)
+    for operation, counts in answer.get("requests", {}).items():
+        count_requests(operation, Requests(*counts))
     if "error" in answer:
         said = answer["error"]
         raise StoreError(said if where in said else f"{where}: {said}")

@@ -10,11 +10,24 @@ Rules:
 
 from __future__ import annotations
 
+import os
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 from warnings import warn
+
+
+class Requests(NamedTuple):
+    """Requests of one operation to object stores."""
+
+    sent: int = 0
+    repeated: int = 0
+    """Those of `sent` that repeat one which failed."""
+    nbytes: int = 0
+    """Bytes of files in them and in their answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +54,17 @@ class Event:
     rereads: int = 0
     """The reads that this process repeated meanwhile, because bytes were changed on their way from
     a store."""
+    requests: Mapping[str, Requests] = field(default_factory=dict)
+    """The requests that this process sent to object stores meanwhile, by operation: `put`, `get`,
+    `list`, `head`, `delete`, `copy`. Empty on disks."""
+
+    def numbers(self) -> dict[str, int]:
+        """Returns the numbers of `requests` by names such as `put.sent`, for metrics."""
+        return {
+            f"{operation}.{name}": number
+            for operation, counts in self.requests.items()
+            for name, number in counts._asdict().items()
+        }
 
 
 Observer = Callable[[Event], None]
@@ -48,12 +72,60 @@ _observers: tuple[Observer, ...] = ()
 _failed: set[int] = set()
 _rereads = 0
 """The reads that this process has repeated."""
+_requests: dict[str, Requests] = {}
+"""The requests that this process has sent, by operation."""
+_requests_lock = threading.Lock()
 
 
 def count_reread() -> None:
     """Counts a read that was repeated, for all calls that go on."""
     global _rereads
     _rereads += 1
+
+
+def count_requests(operation: str, added: Requests) -> None:
+    """Counts requests to object stores, for all calls that go on."""
+    with _requests_lock:
+        before = _requests.get(operation, _NONE)
+        _requests[operation] = Requests(*map(sum, zip(before, added, strict=True)))
+
+
+def requests_since(before: Mapping[str, Requests]) -> dict[str, Requests]:
+    """Returns the requests of this process, less those of another look, by operation.
+
+    >>> before = requests_since({})
+    >>> count_requests("get", Requests(sent=1, nbytes=100))
+    >>> requests_since(before)
+    {'get': Requests(sent=1, repeated=0, nbytes=100)}
+    """
+    if not _requests:  # all files are on disks
+        return {}
+    with _requests_lock:
+        now = dict(_requests)
+    return {
+        operation: Requests(*(one - other for one, other in zip(found, known, strict=True)))
+        for operation, found in now.items()
+        if found != (known := before.get(operation, _NONE))
+    }
+
+
+def take_requests() -> dict[str, Requests]:
+    """Returns the requests of this process, and forgets them: another process counts them."""
+    with _requests_lock:
+        found = dict(_requests)
+        _requests.clear()
+    return found
+
+
+_NONE = Requests()
+
+
+def _renew_lock() -> None:
+    global _requests_lock
+    _requests_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def observe(observer: Observer) -> Callable[[], None]:
@@ -151,6 +223,7 @@ class _Open:
         self._names = call, stage, rank, world_size
         self._began, self._since = time.time(), time.perf_counter()
         self.waited, self.nbytes, self._rereads = 0.0, 0, _rereads
+        self._requests = requests_since({})
 
     def part(self, stage: str) -> _Open:
         call, _, rank, world_size = self._names
@@ -158,8 +231,8 @@ class _Open:
 
     def closed(self, error: str) -> Event:
         seconds = time.perf_counter() - self._since
-        rereads = _rereads - self._rereads
-        return Event(*self._names, self._began, seconds, self.waited, self.nbytes, error, rereads)
+        counts = self.waited, self.nbytes, error, _rereads - self._rereads
+        return Event(*self._names, self._began, seconds, *counts, requests_since(self._requests))
 
 
 def _tell(event: Event) -> None:

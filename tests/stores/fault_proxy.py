@@ -60,6 +60,8 @@ class FaultProxy:
         self.delay_seconds = delay_seconds
         self.seen: list[Seen] = []
         """In the order of coming."""
+        self.at_once = self.most_at_once = 0
+        """The requests that are on their way now, and the most that were."""
         self._upstream = urlsplit(server.endpoint)
         self._listener = socket.create_server((HOST, 0), backlog=128)
         port = self._listener.getsockname()[1]
@@ -108,7 +110,7 @@ class FaultProxy:
     def clear(self) -> None:
         """Forget what was seen, and count requests from 0 again."""
         with self._lock:
-            self._number = 0
+            self._number = self.most_at_once = 0
             self.seen.clear()
 
     def count(self, *methods: str) -> int:
@@ -170,10 +172,16 @@ class FaultProxy:
         span = head.get("range") or head.get("x-ms-range")
         with self._lock:
             key = head.get("authorization").partition("Credential=")[2].partition("/")[0]
-            request = Request(self._number, method, target, span, head.length, key)
+            agent = head.get("user-agent")
+            request = Request(self._number, method, target, span, head.length, key, agent)
             self._number += 1
             self.seen.append(Seen(request, self.schedule(request)))
             return self.seen[-1]
+
+    def _count(self, more: int) -> None:
+        with self._lock:
+            self.at_once += more
+            self.most_at_once = max(self.most_at_once, self.at_once)
 
     @contextmanager
     def _connected(self) -> Iterator[socket.socket]:
@@ -207,7 +215,11 @@ class Exchange:
         """Serve one request. Raises ClientGone or OSError where the connection is over with it."""
         head = Message.read(self._stream)
         self._seen = self._proxy._next(head)
-        self._answer(head)
+        self._proxy._count(1)
+        try:
+            self._answer(head)
+        finally:
+            self._proxy._count(-1)
 
     def _answer(self, head: Message) -> None:
         fault = self._seen.fault

@@ -71,6 +71,8 @@ class Request:
     """Bytes of the body, as announced."""
     key: str = ""
     """The access key that signed it, on S3."""
+    agent: str = ""
+    """The header `User-Agent`."""
 
     @property
     def reads_data(self) -> bool:
