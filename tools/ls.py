@@ -27,6 +27,7 @@ from tools.options import Option, add_storage_options, mapping
 from tools.text import Meaning, age, coloured, columns, date, json_text, numbers, shortened
 
 if TYPE_CHECKING:
+    from ckpt.loading.newest import Committed
     from ckpt.stores.store import Store
 
 HELP = Help(
@@ -107,6 +108,9 @@ def run(options: Options) -> int:
 
     told = mapping(options.storage_options)
     try:
+        rows = _listed_at_once(options.url, told)
+        if rows is not None:
+            return _print_rows(options, rows)
         with open_source(options.url, told) as source:
             if source.catalog.format == "ckpt" or not _has_checkpoints(options.url, told):
                 _print_tensors(options, source.catalog)
@@ -116,6 +120,10 @@ def run(options: Options) -> int:
         rows = list(_checkpoints(options.url, told))
         if not rows:
             raise
+    return _print_rows(options, rows)
+
+
+def _print_rows(options: Options, rows: Sequence[Row]) -> int:
     if options.as_json:
         print(json_text({"url": options.url, "checkpoints": [asdict(row) for row in rows]}))
         return ExitCode.FINE
@@ -242,11 +250,54 @@ def _checkpoints(url: str, told: Mapping[str, object] | None) -> Iterator[Row]:
             yield row if row.step not in pins else replace(row, pins=pins[row.step])
 
 
+def _listed_at_once(url: str, told: Mapping[str, object] | None) -> list[Row] | None:
+    """Returns the checkpoints in a folder of a bucket, by a listing of all files and the index.
+
+    Opens one checkpoint of several with the same tensors, and each that is not whole. Returns None
+    for another place: on a disk, a checkpoint itself, or a folder without checkpoints.
+    """
+    from ckpt.loading.newest import Committed
+    from ckpt.step_names import pins_in
+    from ckpt.stores.store import join_url, local_path, open_store
+    from ckpt.transfer.facts import checkpoints_in
+
+    if local_path(url) is not None:
+        return None
+    with open_store(url, told) as store:
+        found = checkpoints_in(store)
+    if found.files is None or not found.facts or MANIFEST in found.files[""]:
+        return None
+    own = [name for name in found.files[""] if name.endswith(FILE_SUFFIXES)]
+    names = {*filter(None, (path.partition("/")[0] for path in found.files))}
+    names.update(name for name in own if not _SHARD.fullmatch(name))
+    pins, alike, rows = pins_in(found.files[""]), dict[str, Row](), list[Row | None]()
+    for name in sorted(names, key=natural):
+        facts, files = found.facts.get(name), found.files.get(name, {})
+        whole = None if facts is None else facts.files_among(files)
+        sizes = [files[file].nbytes or 0 for file in whole or ()]
+        stored_bytes, bases = (0, ()) if facts is None else (facts.stored_bytes, facts.bases or ())
+        is_whole, needed = 0 < sum(sizes) == stored_bytes, {base.folder for base in bases}
+        model = None if facts is None else alike.get(facts.structure)
+        if facts is None or model is None or not is_whole or not needed <= found.facts.keys():
+            row = _row(join_url(url, name), name, told)
+            if facts is not None and facts.structure and row is not None and is_whole:
+                alike[facts.structure] = row
+        else:
+            metadata, nbytes = facts.metadata, sum(sizes) + (files[MANIFEST].nbytes or 0)
+            committed = Committed(name, metadata.get("time", ""), metadata)
+            row = _row_of(committed, "ckpt", model.tensors, model.parameters, nbytes, "complete")
+        rows.append(row)
+    return [
+        row if row.step not in pins else replace(row, pins=pins[row.step])
+        for row in rows
+        if row is not None
+    ]
+
+
 def _row(url: str, name: str, told: Mapping[str, object] | None) -> Row | None:
     """Returns the row of a place; None unless it is a checkpoint, or an unfinished one."""
     from ckpt.loading.newest import Committed
     from ckpt.opening.sources import open_source
-    from ckpt.run.history import STEP, run_step
     from ckpt.stores.store import open_store
 
     try:
@@ -261,23 +312,29 @@ def _row(url: str, name: str, told: Mapping[str, object] | None) -> Row | None:
         return Row(name, "", 0, 0, 0, "", "", f"{error.kind}: {error}")
     except OSError as error:
         return Row(name, "", 0, 0, 0, "", "", f"unreadable: {error}")
-    found = run_step(Committed(name, catalog.metadata.get("time", ""), catalog.metadata))
-    said: dict[str, Any] = {}
-    if found is not None and STEP in catalog.metadata:
-        said = {"step": found.step, "age_seconds": time.time() - found.time}
-        said |= {"metrics": found.metrics, "program": found.program}
-        said |= {"nonfinite": found.nonfinite}
-    return Row(
-        name,
+    return _row_of(
+        Committed(name, catalog.metadata.get("time", ""), catalog.metadata),
         catalog.format,
         len(catalog.tensors),
         parameters_in(catalog),
         sum(file.size for file in catalog.files),
-        catalog.metadata.get("world_size", ""),
-        catalog.metadata.get("time", ""),
         wrong or (f"its base {', '.join(gone)} missing" if gone else "complete"),
-        **said,
     )
+
+
+def _row_of(
+    committed: Committed, kind: str, tensors: int, parameters: int, nbytes: int, state: str
+) -> Row:
+    """Returns the row of a checkpoint of a format."""
+    from ckpt.run.history import STEP, run_step
+
+    found, metadata, said = run_step(committed), committed.metadata, dict[str, Any]()
+    if found is not None and STEP in metadata:
+        said = {"step": found.step, "age_seconds": time.time() - found.time}
+        said |= {"metrics": found.metrics, "program": found.program}
+        said |= {"nonfinite": found.nonfinite}
+    world_size, saved = metadata.get("world_size", ""), metadata.get("time", "")
+    return Row(committed.name, kind, tensors, parameters, nbytes, world_size, saved, state, **said)
 
 
 def _is_there(reader: Reader, base: str) -> bool:

@@ -32,7 +32,7 @@ from ckpt.errors import (
 from ckpt.stores.request_errors import UnflushedError
 from ckpt.stores.store import Store, link_at, local_path, split_url
 from ckpt.transfer.bases import base_files_beside, check_unused, is_as_it_was, manifest_now
-from ckpt.transfer.facts import Beside, Listing, note
+from ckpt.transfer.facts import Beside, Listing, facts_of, note
 from formats.detect import sign_of_another_format
 from formats.errors import FormatError, GoneError
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, dump, load, read_manifest
@@ -77,6 +77,7 @@ def commit(
     """
     files = manifest.files if here is None else here
     data, tries, old, is_seen = dump(manifest), 0, None, False
+    facts = facts_of(manifest) if local_path(store.url) is None else None
     # In a bucket one listing of all files of a run serves for the look and for the sizes.
     looks_first = look is not None and local_path(store.url) is None
     looked, listing = now(), look(0.0).listing if look is not None and looks_first else None
@@ -138,7 +139,8 @@ def commit(
             f"{store.url}: its base was deleted or replaced during the save; nothing was "
             "committed: save again"
         )
-    note(store, manifest, len(data))
+    if facts is not None:
+        note(store, facts, len(data))
     if old is not None and is_durable:
         _remove_replaced(store, old)
 

@@ -95,6 +95,10 @@ class Facts:
     has of its own; None if that is unknown, or if it has files of other names."""
     damaged: bytes = b""
     """The whole manifest if it is damaged behind its metadata."""
+    stored_bytes: int = 0
+    """The bytes of all its files; 0 if unknown."""
+    structure: str = ""
+    """A digest of the names and shapes of its tensors; empty if unknown."""
 
     def files_among(self, names: Iterable[str]) -> list[str] | None:
         """Returns the files of the checkpoint among the names in its folder; None if unknown."""
@@ -202,7 +206,7 @@ def checkpoints_in(
         names = sorted(there)
         known = _known(store, there, INDEX in files[""], with_bases)
     unknown = [name for name in names if name not in known]
-    look = partial(_read, store, with_bases)
+    look = partial(_read, store, with_bases, files is not None)
     if files is None and (with_bases or len(unknown) <= WORKERS):
         # On a disk threads cost more than a few reads, and a deletion holds other descriptors.
         read = {name: look(name) for name in unknown}
@@ -229,8 +233,8 @@ def concerns_one_file(error: OSError) -> bool:
     return error.errno in _OWN_REASONS
 
 
-def _read(store: Store, with_bases: bool, folder: str) -> Known | OSError | None:
-    """Returns the facts of the manifest in a folder; None without one.
+def _read(store: Store, with_bases: bool, for_index: bool, folder: str) -> Known | OSError | None:
+    """Returns the facts of the manifest in a folder; None without one. An index wants all facts.
 
     Returns the error of a manifest that cannot be read (rule 4).
     """
@@ -241,7 +245,7 @@ def _read(store: Store, with_bases: bool, folder: str) -> Known | OSError | None
         if not facts.metadata and size > HEAD_BYTES:
             head, size, tag = store.read_start(name, LONG_HEAD_BYTES)
             facts = _facts_in(head)
-        if with_bases and facts.bases is None:
+        if (with_bases and facts.bases is None) or (for_index and len(head) == size):
             data = head if len(head) == size else read_manifest(store, name)
             facts = _facts_of(data, facts.metadata, f"{store.url}/{name}")
             tag = tag if data is head else ""
@@ -278,12 +282,21 @@ def _facts_of(data: bytes, metadata: Mapping[str, str], file: str) -> Facts:
         manifest: Manifest = load(data, file)
     except FormatError:
         return Facts(metadata, None, None, data)
-    return _facts_of_manifest(manifest)
+    return facts_of(manifest)
 
 
-def _facts_of_manifest(manifest: Manifest) -> Facts:
-    bases = tuple(base for base in manifest.bases if base is not None)
-    return Facts(_texts(manifest.writer), bases, _shards(one.name for one in manifest.files))
+def facts_of(manifest: Manifest) -> Facts:
+    """Returns the facts of a sound manifest."""
+    hasher = xxhash.xxh3_128(repr(manifest.optimizers).encode())
+    for name, stored in manifest.tensors.items():
+        hasher.update(f"{name}\n{stored.shape}\n".encode("utf-8", "surrogatepass"))
+    return Facts(
+        _texts(manifest.writer),
+        tuple(base for base in manifest.bases if base is not None),
+        _shards(one.name for one in manifest.files),
+        stored_bytes=sum(one.size for one in manifest.files),
+        structure=hasher.hexdigest(),
+    )
 
 
 def _leading(text: str) -> dict[str, Any]:
@@ -348,14 +361,14 @@ def forget() -> None:
         _indexed.clear()
 
 
-def note(store: Store, manifest: Manifest, size: int) -> None:
+def note(store: Store, facts: Facts, size: int) -> None:
     """Remembers the facts of a manifest that was written just now, so that it need not be read."""
     tag = store.tag(MANIFEST)
     if tag:
         folder, name = split_url(store.url)
         with _lock:
             before = _memory.get(folder, {})
-        _remember(folder, {**before, name: Known(size, tag, _facts_of_manifest(manifest))})
+        _remember(folder, {**before, name: Known(size, tag, facts)})
 
 
 def noted(folder: str, name: str) -> Known | None:
@@ -443,7 +456,8 @@ def _index_of(known: Mapping[str, Known]) -> bytes:
             [base.folder, [[file.name, file.rank, file.size] for file in base.files]]
             for base in facts.bases or ()
         ]
-        steps[name] = [size, tag, metadata, bases, facts.shards]
+        more = [facts.stored_bytes, text(facts.structure)]
+        steps[name] = [size, tag, metadata, bases, facts.shards, *more]
     body = json.dumps(
         {"format": "ckpt-index", "version": INDEX_VERSION, "steps": steps, "texts": [*shared]},
         separators=(",", ":"),
@@ -462,13 +476,19 @@ def _index_in(data: bytes) -> dict[str, Known]:
         raise UnsupportedError(f"it has the version {content['version']}")
     texts = content["texts"]
     found = {}
-    for name, (size, tag, metadata, bases, shards) in content["steps"].items():
+
+    def text(one: str | int) -> str:
+        return texts[one] if isinstance(one, int) else one
+
+    for name, (size, tag, metadata, bases, shards, nbytes, structure) in content["steps"].items():
         facts = Facts(
-            {key: texts[one] if isinstance(one, int) else one for key, one in metadata.items()},
+            {key: text(one) for key, one in metadata.items()},
             tuple(
                 Base(folder, tuple(BaseFile(*file) for file in files)) for folder, files in bases
             ),
             shards,
+            stored_bytes=nbytes,
+            structure=text(structure),
         )
         found[name] = Known(size, tag, facts)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import warnings
@@ -28,6 +29,7 @@ from tests.stores.fault_proxy import FaultProxy
 from tests.stores.faults import Fault, Request
 from tests.stores.places import Place, place_at
 from tests.stores.server import Server, s3_client
+from tools.main import main
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +78,7 @@ def kind_of(request: Request) -> str:
 
 @pytest.mark.parametrize("steps", [25, slow(300)])
 def test_the_requests_of_a_run_do_not_grow_with_its_steps(
-    proxy: FaultProxy, tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch
+    proxy: FaultProxy, tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     # Saves are minutes apart, and requests take milliseconds, also on a machine that is busy.
     monkeypatch.setattr(agreement, "LOOK_SECONDS", 0.0)
@@ -105,6 +107,12 @@ def test_the_requests_of_a_run_do_not_grow_with_its_steps(
     assert requests(lambda: ckpt.latest(url, storage_options=options)) == 3
     assert requests(lambda: ckpt.run_steps(url, storage_options=options)) == 2
     assert requests(lambda: ckpt.gc(url, storage_options=options)) == 3
+    told = [f"{key}={json.dumps(value)}" for key, value in options.items()]
+    listed = ["ls", url, "--json", *(text for one in told for text in ("-o", one))]
+    assert requests(lambda: main(listed)) == 4
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [row["step"] for row in rows] == [*range(1, steps + 2)]
+    assert {row["state"] for row in rows} == {"complete"}
 
     def go_on() -> None:
         with opened(url, options) as run:
