@@ -1,10 +1,14 @@
 """Links between the documents resolve, and the tests that they name exist."""
 
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import ckpt
+from tools.exit_codes import code_of
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
@@ -42,13 +46,22 @@ def test_every_link_of_a_document_leads_to_a_file_and_a_heading(document: Path) 
 
 
 def test_the_site_has_a_place_for_every_page_and_no_other() -> None:
-    """Hooks add the decisions and the reference."""
+    """Hooks add the first page (README), the decisions and the reference."""
     text = (ROOT / ".ci" / "site" / "mkdocs.yml").read_text()
     listed = re.findall(r"^ +- ([\w./-]+\.md)$", text, re.MULTILINE)
-    listed = [name for name in listed if not name.startswith("reference/")]
+    listed = [name for name in listed if name != "index.md" and not name.startswith("reference/")]
     folders = (ROOT / "docs", ROOT / "docs" / "howto")
     pages = [path for path in DOCUMENTS if path.parent in folders]
     assert sorted(listed) == sorted(str(path.relative_to(ROOT / "docs")) for path in pages)
+
+
+def test_the_pages_for_users_are_short_together() -> None:
+    """Seldom rules and the evidence have sections of their own, which the search ranks last."""
+    text = (ROOT / ".ci" / "site" / "mkdocs.yml").read_text()
+    for_users = text[text.index("\nnav:") : text.index("  - In depth:")]
+    pages = re.findall(r"- ((?:howto/)?[\w-]+\.md)$", for_users, re.MULTILINE)
+    sizes = {name: (ROOT / "docs" / name).stat().st_size for name in pages if name != "index.md"}
+    assert sum(sizes.values()) <= 122_880, sizes
 
 
 def test_every_test_that_a_document_names_exists() -> None:
@@ -82,3 +95,28 @@ def test_the_journeys_of_the_architecture_name_files_of_the_product() -> None:
     assert [
         name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)
     ] == []
+
+
+def test_the_table_of_errors_is_that_of_the_code() -> None:
+    """Each error once, with its built-in bases, its kind and the exit code of the command."""
+    text = (ROOT / "docs" / "errors.md").read_text()
+    rows = re.findall(r"^\| `(\w+Error)` \| (.*?) \| `(\w+)` \| (\d+) \|", text, re.MULTILINE)
+    expected = set()
+    for name in ckpt.__all__:
+        error = getattr(ckpt, name)
+        if inspect.isclass(error) and issubclass(error, ckpt.CkptError):
+            own = [base for base in error.__mro__ if base.__module__ == "builtins"]
+            own = own[: own.index(Exception)]
+            closest = [base for base in own if not any(base in o.__mro__[1:] for o in own)]
+            bases = ", ".join(f"`{base.__name__}`" for base in closest) or "–"
+            code = int(code_of(error.__new__(error)))
+            expected.add((name, bases, error.kind, str(code)))
+    assert set(rows) == expected
+    assert len(rows) == len(expected)
+
+
+def test_the_table_of_warnings_has_each_one() -> None:
+    text = (ROOT / "docs" / "errors.md").read_text()
+    table = text[text.index("## Warnings") :]
+    warnings = [name for name in ckpt.__all__ if name.endswith("Warning")]
+    assert [name for name in warnings if f"`{name}`" not in table] == []

@@ -1,4 +1,4 @@
-"""Hooks of the documentation site: pages of all public names, and links that leave docs/.
+"""Hooks of the documentation site: pages of all public names, README as the first page, and links.
 
 A page of the reference has each name of the `__all__` of its modules, and each public member of a
 class. The build fails if a name is no function, class or known module, or has no docstring.
@@ -12,6 +12,7 @@ import importlib
 import inspect
 import os
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,15 +32,25 @@ MODULES = {
     "sharding": ("composable", "wrap", "comm_hooks", "sharded_grad_scaler"),
 }
 """Public modules, which the pages of their packages have too."""
+FIRST = ("save", "load", "Checkpointer", "Keep", "latest", "open", "read", "convert")
+"""Names with which a page of the reference begins; the others follow by the alphabet."""
+BOOSTS = {"In depth": 0.5, "For maintainers and reviewers": 0.1}
+"""Sections that the search ranks lower."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((\.\./[^)\s]*)\)")
 
 
 def on_config(config: Any) -> Any:
-    """Lists the decisions, by their numbers."""
+    """Lists the decisions, by their numbers, and links to the repository if it has an address."""
     folder = ROOT / "docs" / "decisions"
     rows = [f"decisions/{path.name}" for path in sorted(folder.glob("*.md"))]
-    design = next(section["Design"] for section in config.nav if "Design" in section)
-    design.append({"Decisions": rows})
+    sections = {name: pages for entry in config.nav if isinstance(entry, dict)
+                for name, pages in entry.items()}  # fmt: skip
+    sections["For maintainers and reviewers"].append({"Decisions": rows})
+    command = ["git", "remote", "get-url", "origin"]
+    origin = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    if origin.startswith("https://"):
+        config.repo_url = origin.strip().removesuffix(".git")
+        config.repo_name = config.repo_url.removeprefix("https://").partition("/")[2]
     return config
 
 
@@ -48,6 +59,11 @@ def on_files(files: Files, config: Any) -> Files:
     pages = {"command": _commands(), "ckpt.integrations": _integrations()}
     for package, said in PACKAGES.items():
         pages[package] = "\n\n".join([f"# {SHOWN[package]}", said, *_package(package)])
+    readme = re.sub(r"\]\((?!https?:)", "](../", (ROOT / "README.md").read_text())
+    readme = readme.replace("](../docs/howto)", "](howto/resume-elsewhere.md)")
+    files.append(File.generated(config, "index.md", content=readme.replace("](../docs/", "](")))
+    css = (Path(__file__).parent / "site.css").read_text()
+    files.append(File.generated(config, "site.css", content=css))
     for name, text in pages.items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))
     return files
@@ -56,6 +72,9 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Shows links to files outside docs/ as names of files: the site does not have them."""
     folder = (ROOT / "docs" / page.file.src_uri).parent
+    above = {section.title for section in page.ancestors}
+    for section in above & BOOSTS.keys():
+        page.meta.setdefault("search", {"boost": BOOSTS[section]})
 
     def replaced(found: re.Match[str]) -> str:
         target = (folder / found[3].partition("#")[0]).resolve()
@@ -84,7 +103,10 @@ def _entries(module_name: str) -> Iterator[str]:
     is_error = {
         name: inspect.isclass(one) and issubclass(one, BaseException) for name, one in found.items()
     }
-    for name in sorted(names, key=lambda name: (is_error[name], name.lower())):
+    place = {name: index for index, name in enumerate(FIRST)}
+    for name in sorted(
+        names, key=lambda name: (is_error[name], place.get(name, len(FIRST)), name.lower())
+    ):
         one = found[name]
         if not one.__doc__:
             raise PluginError(f"{module_name}.{name} has no docstring")

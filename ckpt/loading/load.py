@@ -101,7 +101,7 @@ def load(
     only the bytes of its shards. Dicts and lists are updated in place and get the saved plain
     values. None or an empty dict takes any saved value in its place, with whole tensors on the CPU.
     Any other object with `state_dict()` and `load_state_dict()` gets its nest, whose tensors are
-    filled in place (docs/saving.md).
+    filled in place (docs/loading.md).
 
     Args:
         strict: False ignores names that only one side has and tensors of another shape, with a
