@@ -128,9 +128,9 @@ def convert(
             return kind, repr((kind, mesh is None, rank0_only)).encode()
 
         (kind, _), agreed = ranks.run_and_compare(
-            "reading the arguments", reading, _fingerprint_of, 1, _count(budget)
+            "reading the arguments", reading, _fingerprint_of, number=_count(budget)
         )
-        _check_same_arguments(agreed.same[0])
+        _check_same_arguments(agreed.same["arguments"])
         budget = agreed.number
         held = _merged_state(ranks, f"describing the state to be made {to}", state, model)
         kept = {}
@@ -199,9 +199,9 @@ def load(
             return fit, repr(allowed).encode()
 
         (fit, _), agreed = ranks.run_and_compare(
-            "reading the arguments", reading, _fingerprint_of, 1, _count(budget)
+            "reading the arguments", reading, _fingerprint_of, number=_count(budget)
         )
-        _check_same_arguments(agreed.same[0])
+        _check_same_arguments(agreed.same["arguments"])
         budget = agreed.number
         held = _merged_state(ranks, "describing the state to be loaded", state, model)
 
@@ -210,11 +210,13 @@ def load(
             return saved, match(saved, target, fit, ranks.mesh)
 
         (saved, matched), agreed = ranks.run_and_compare(
-            "matching the state with the target", matching, lambda found: fingerprints(found[1]), 3
+            "matching the state with the target",
+            matching,
+            lambda found: fingerprints(found[1])._asdict(),
         )
-        *same, same_others = agreed.same
-        found = differences(ranks, matched, *same)
-        warns = ranks.rank == 0 or not same_others
+        same = agreed.same
+        found = differences(ranks, matched, same["unexpected"], same["idle"])
+        warns = ranks.rank == 0 or not same["differing"]
         ranks.run_on_all(
             "comparing the state with the target",
             lambda: check_fits(SOURCE, found, fit.strict, warns=warns),
@@ -262,8 +264,8 @@ def _check_same_arguments(same: bool) -> None:
         raise StateError("the ranks were called with different arguments; call all of them alike")
 
 
-def _fingerprint_of(read: tuple[object, bytes]) -> tuple[int]:
-    return (xxhash.xxh3_64_intdigest(read[1]) >> (64 - HASH_BITS),)
+def _fingerprint_of(read: tuple[object, bytes]) -> dict[str, int]:
+    return {"arguments": xxhash.xxh3_64_intdigest(read[1]) >> (64 - HASH_BITS)}
 
 
 def _merged_state(ranks: Ranks, stage: str, state: object, model: nn.Module | None) -> MergedState:

@@ -604,7 +604,7 @@ MUTATIONS = (
     ),
     Mutation(
         "live: ranks that opened other versions open the one of rank 0",
-        "if agreed.same[-1] or not is_newest(url):",
+        'if agreed.same["source"] or not is_newest(url):',
         "if True:",
         "live/load_live",
     ),

@@ -61,8 +61,8 @@ def on_all_ranks(
     """
     ranks = Ranks(group)
     with ranks.call(name):
-        found, told = ranks.run_and_compare(name, action, lambda each: (int(is_served(each)),), 1)
-    if not told.same[0]:
+        found, told = ranks.run_and_compare(name, action, lambda each: {"served": is_served(each)})
+    if not told.same["served"]:
         raise ArgumentError(
             f"{name}: the ranks gave planners, stagers or storage of different kinds, and would "
             "wait for one another: give the same on all ranks"

@@ -254,17 +254,18 @@ def load_once(ranks: Ranks, url: Url, state: object, options: LoadOptions) -> Lo
     with ranks.call(CALL), collected_later(), ExitStack() as stack:
         matched, agreed = agreed_source(ranks, os.fspath(url), state, options, stack)
         plans, budget = agreed_plans(ranks, matched, agreed, options)
-        share = matched.share if agreed.same[-2] else NOTHING_SHARED
+        share = matched.share if agreed.same["share"] else NOTHING_SHARED
         run = _Run(ranks, matched, plans, options, budget, share)
         with failed_elsewhere(run.names):
-            (unverified, installs), told = ranks.run_and_compare("loading", run.read, tuple, 2)
+            read, told = ranks.run_and_compare("loading", run.read, dict)
             if plans.exchanged:
                 ranks.run_on_all("exchanging elements that were read", run.exchange)
-            if installs or not told.same[1]:  # all ranks know whether one has something to install
+            # All ranks know whether one has something to install, and unverified tensors.
+            if read["installs"] or not told.same["installs"]:
                 loaded = ranks.run_on_all("installing the loaded state", run.install)
             else:
                 loaded = run.install()
-            if unverified or not told.same[0]:  # and whether one has unverified tensors
+            if read["unverified"] or not told.same["unverified"]:
                 ranks.run_on_all("naming unverified tensors", run.warn_of_unverified)
         return Loaded(loaded, frozenset(run.names))
 
@@ -295,7 +296,7 @@ class _Run:
         self.names = plans.tensors.names
         """The tensors that this load fills on this rank."""
 
-    def read(self) -> tuple[int, int]:
+    def read(self) -> dict[str, int]:
         """Reads from files.
 
         Returns the number of tensors that were not fully verified, and whether to install anything.
@@ -309,7 +310,7 @@ class _Run:
             will_change(self._match.targets[item.target].given)
         self._run.read(tensors, self._source, self._stage_bytes)
         self._ranks.count(tensors.nbytes)
-        return len(self._sums.unverified), int(self._match.installs)
+        return {"unverified": len(self._sums.unverified), "installs": self._match.installs}
 
     def exchange(self) -> None:
         """Exchanges elements between replicas. All ranks call this; communicates."""
@@ -362,13 +363,13 @@ def agreed_source(
     ranks open different ones, each the newest; all of them then open that of rank 0.
     """
     opening = partial(_matched, ranks, url, state, options, stack)
-    matched, agreed = ranks.run_and_compare(MATCHING, opening, Matched.fingerprints, 6)
-    if agreed.same[-1] or not is_newest(url):
+    matched, agreed = ranks.run_and_compare(MATCHING, opening, Matched.fingerprints)
+    if agreed.same["source"] or not is_newest(url):
         return matched, agreed
     version = parse(matched.source.url).version
     version = int(ranks.broadcast(str(version).encode()))
     opening = partial(_matched, ranks, str(parse(url).at(version)), state, options, stack)
-    return ranks.run_and_compare(MATCHING, opening, Matched.fingerprints, 6)
+    return ranks.run_and_compare(MATCHING, opening, Matched.fingerprints)
 
 
 class Plans(NamedTuple):
@@ -380,9 +381,9 @@ class Plans(NamedTuple):
     exchanged: bool
     """Whether replicas exchange the elements that they read; equal on all ranks."""
 
-    def fingerprints(self) -> tuple[int]:
+    def fingerprints(self) -> dict[str, int]:
         """Returns the fingerprint of the exchanges, for `Ranks.run_and_compare`."""
-        return (self.tensors.fingerprint >> (64 - HASH_BITS),)
+        return {"exchanges": self.tensors.fingerprint >> (64 - HASH_BITS)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,14 +402,16 @@ class Matched:
     """The checksums to compare if all ranks divide them alike."""
     by_host: bool
 
-    def fingerprints(self) -> tuple[int, int, int, int, int, int]:
+    def fingerprints(self) -> dict[str, int]:
         """Returns those of the match, the plans' presence, the share and the source.
 
         The source is the checkpoint, or the save that made it.
         """
         source = self.source.attempt if self.by_host else self.source.fingerprint
         share = self.share.fingerprint >> (64 - HASH_BITS)
-        return (*fingerprints(self.match), int(self.plans is not None), share, source)
+        planned = int(self.plans is not None)
+        found = fingerprints(self.match)._asdict()
+        return {**found, "planned": planned, "share": share, "source": source}
 
     def plan(self, ranks: Ranks, exchanges: bool) -> Plans:
         """Returns this rank's plans. Raises HoleError, and CorruptError for files that it opens."""
@@ -489,23 +492,25 @@ def agreed_plans(
 
     All ranks call this. Communicates unless all ranks have planned already.
     """
-    same_unexpected, same_idle, same_others, all_planned, _, same_source = agreed.same
-    url = matched.source.url
-    if not same_source:
+    same, url = agreed.same, matched.source.url
+    if not same["source"]:
         raise StoreError(
             f"{url}: the ranks opened different checkpoints: one was replaced meanwhile, or the "
             "ranks have different URLs; the target is unchanged: load again"
         )
-    if matched.plans is not None and all_planned:  # so no rank has found a difference
+    if matched.plans is not None and same["planned"]:  # so no rank has found a difference
         return matched.plans, matched.budget
-    found = differences(ranks, matched.match, same_unexpected, same_idle)
-    warns = ranks.rank == 0 or not same_others
+    found = differences(ranks, matched.match, same["unexpected"], same["idle"])
+    warns = ranks.rank == 0 or not same["differing"]
     check = partial(check_fits, url, found, options.fit.strict, warns, TO_USER, options.call)
     checking = partial(_checked_plans, matched, ranks, check)
     plans, told = ranks.run_and_compare(
-        PLANNING, partial(checking, matched.exchanges), Plans.fingerprints, 1, matched.budget
+        PLANNING,
+        partial(checking, matched.exchanges),
+        Plans.fingerprints,
+        number=matched.budget,
     )
-    if not told.same[0]:
+    if not told.same["exchanges"]:
         plans = ranks.run_on_all(PLANNING, partial(checking, False))
     return plans, told.number
 

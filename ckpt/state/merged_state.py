@@ -105,23 +105,21 @@ def agree_on_state(
     found, agreed = ranks.run_and_compare(
         stage,
         describing,
-        lambda found: (found.structure, found.values, given),
-        3,
-        attempt_id,
-        lambda found: found.balance,
-        note,
+        lambda each: {"structure": each.structure, "values": each.values, "arguments": given},
+        number=attempt_id,
+        balance=lambda each: each.balance,
+        note=note,
     )
-    same_structure, same_values, same_arguments = agreed.same
-    if not same_arguments:
+    if not agreed.same["arguments"]:
         shown = ", ".join(f"{name}={value!r:.80}" for name, value in (arguments or {}).items())
         raise StateError(
             f"the ranks were called with different arguments, this rank with {shown}; call all of "
             "them alike"
         )
     told = agreed.number, agreed.note
-    if same_structure:
-        whole = found.described
-        return MergedState(found.flat, whole, same_values, (), agreed.balanced, *told)
+    if agreed.same["structure"]:
+        whole, same = found.described, agreed.same["values"]
+        return MergedState(found.flat, whole, same, (), agreed.balanced, *told)
 
     def merging() -> tuple[StateSpec, int]:
         whole = united()
@@ -129,7 +127,7 @@ def agree_on_state(
 
     united = merge(ranks, found.described)
     (whole, _), weighed = ranks.run_and_compare(
-        "merging the ranks' states", merging, lambda _: (), 0, 0, lambda made: made[1]
+        "merging the ranks' states", merging, lambda _: {}, balance=lambda made: made[1]
     )
     lost = tuple(dict.fromkeys(conflicting_values(found.described.tree, whole.tree)))
     return MergedState(found.flat, whole, True, lost, weighed.balanced, *told)

@@ -153,8 +153,8 @@ def _check_same(ranks: Ranks, plans: Sequence[FilePlan]) -> None:
         for part in plan.parts:
             if isinstance(part, bytes):
                 hasher.update(part)
-    found = ranks.agree("planning", hashes=(hasher.intdigest() >> (64 - HASH_BITS),))
-    if not all(found.same):
+    plans_hash = hasher.intdigest() >> (64 - HASH_BITS)
+    if not ranks.agree("planning", hashes={"plans": plans_hash}).same["plans"]:
         raise StoreError(
             "the ranks have read different checkpoints, or convert to different places: give all "
             "ranks the same arguments, and do not replace the checkpoint meanwhile"

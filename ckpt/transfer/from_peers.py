@@ -72,10 +72,9 @@ def fill_from_peers(
     wanted, agreed = ranks.run_and_compare(
         "planning to load",
         lambda: _wanted(items, saved),
-        lambda found: (fingerprints(found)[0],),
-        1,
+        lambda found: {"structure": fingerprints(found)[0]},
     )
-    if not agreed.same[0]:
+    if not agreed.same["structure"]:
         wanted = ranks.run_on_all("planning to load", merge(ranks, wanted))
     plan = ranks.run_on_all(
         "planning to load", lambda: _planned(items, wanted, saved, ranks, budget)

@@ -13,7 +13,7 @@ Rules:
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -66,8 +66,8 @@ _channels: WeakKeyDictionary[ProcessGroup, dict[str, Channel]] = WeakKeyDictiona
 class Agreement:
     """The result of `Ranks.agree`, equal on all ranks."""
 
-    same: tuple[bool, ...]
-    """For each hash: whether all ranks gave the same."""
+    same: Mapping[str, bool]
+    """For each hash, by its name: whether all ranks gave the same."""
     number: int
     """Rank 0's number."""
     balanced: bool
@@ -195,7 +195,8 @@ class Ranks:
         self,
         stage: str,
         error: BaseException | None = None,
-        hashes: Sequence[int] = (),
+        hashes: Mapping[str, int] = {},
+        *,
         number: int = 0,
         balance: int = 0,
         note: bytes = b"",
@@ -215,28 +216,28 @@ class Ranks:
             is_balanced = sum(row[-1] for row in rows) % (1 << 64) == 0
             return records[0][:8] + bytes([*same, is_balanced]) + records[0][numbers.size :]
 
-        record = numbers.pack(number, *hashes, balance) + (b"" if self.rank else note)
+        record = numbers.pack(number, *hashes.values(), balance) + (b"" if self.rank else note)
         answer = self._meet(stage, record, join, error)
         end = 9 + len(hashes)
         *same, is_balanced = map(bool, answer[8:end])
         first = int.from_bytes(answer[:8], "big")
-        return Agreement(tuple(same), first, is_balanced, answer[end:])
+        return Agreement(dict(zip(hashes, same, strict=True)), first, is_balanced, answer[end:])
 
     def run_on_all(self, stage: str, action: Callable[[], T]) -> T:
         """Returns the action's result once the action has succeeded on all; raises as `agree`."""
-        return self.run_and_compare(stage, action, lambda result: (), 0)[0]
+        return self.run_and_compare(stage, action, lambda result: {})[0]
 
     def run_and_compare(
         self,
         stage: str,
         action: Callable[[], T],
-        hashes: Callable[[T], Sequence[int]],
-        count: int,
+        hashes: Callable[[T], Mapping[str, int]],
+        *,
         number: int = 0,
         balance: Callable[[T], int] = lambda result: 0,
         note: Callable[[], bytes] = bytes,
     ) -> tuple[T, Agreement]:
-        """As `run_on_all`; also compares `count` hashes of each rank's result between the ranks.
+        """As `run_on_all`; also compares hashes of each rank's result, by name, between the ranks.
 
         Also tells whether the ranks' `balance`s of their results add up to zero (see `agree`).
         Rank 0 makes its `note` before its action.
@@ -247,10 +248,11 @@ class Ranks:
             results: list[T] = []
             if error is None:
                 results, error = result_or_error(action)
-            given = hashes(results[0]) if results else [0] * count
-            weight = balance(results[0]) if results else 0
-            agreement = self.agree(stage, error, given, number, weight, *notes)
-        return results[0], agreement
+            if not results:  # no rank compares where one has failed
+                self.agree(stage, error)
+            found, weight = hashes(results[0]), balance(results[0])
+            agreed = self.agree(stage, None, found, number=number, balance=weight, note=notes[0])
+        return results[0], agreed
 
     def common(self, flags: bytes) -> bytes:
         """Returns the bytewise minimum of all ranks' byte strings, which are equally long."""

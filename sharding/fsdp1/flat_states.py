@@ -308,9 +308,9 @@ class RowLoading:
         else:
             ranks = Ranks(param_group.groups.shard.group)
             given, agreement = ranks.run_and_compare(
-                "reading a sharded state dict", reading, lambda found: (found.fingerprint(),), 1
+                "reading a sharded state dict", reading, lambda each: {"parts": each.fingerprint()}
             )
-            if not agreement.same[0]:
+            if not agreement.same["parts"]:
                 path = state_key(self.inside).rstrip(".") or "the root"
                 raise ShardingError(
                     f"{path}: the ranks load sharded state dicts with other names, dtypes "

@@ -85,9 +85,9 @@ def state_to_load(
         return loading
 
     loading, agreement = ranks.run_and_compare(
-        STAGE, planning, lambda loading: (loading.fingerprint(),), 1
+        STAGE, planning, lambda loading: {"moves": loading.fingerprint()}
     )
-    if not agreement.same[0]:
+    if not agreement.same["moves"]:
         raise OptimizerMismatchError(
             "the ranks load optimizers' states with other names, dtypes or layouts; give all of "
             "them the same, each its own part"

@@ -113,15 +113,14 @@ def optim_state_of(
     plan, agreement = ranks.run_and_compare(
         "describing an optimizer's state",
         planning,
-        lambda plan: (plan.fingerprint(), wanted.fingerprint()),
-        2,
+        lambda plan: {"plan": plan.fingerprint(), "request": wanted.fingerprint()},
     )
-    if not agreement.same[1]:
+    if not agreement.same["request"]:
         raise OptimizerMismatchError(
             "the ranks ask for different state dicts of the optimizer: this one asks for a "
             f"{wanted.kind.value} one with rank0_only={wanted.rank0_only}; set the same on all"
         )
-    if not agreement.same[0]:
+    if not agreement.same["plan"]:
         ranks.run_on_all(COMPARING, lambda: pickle.dumps(plan.described))  # fails on all ranks
         everyone: list[dict[str, _Described]] = [{} for _ in range(ranks.world_size)]
         dist.all_gather_object(everyone, plan.described, group=wanted.group)

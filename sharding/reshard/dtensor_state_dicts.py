@@ -193,8 +193,8 @@ def _take_whole_or_sharded(state: dict[str, Any], targets: dict[str, DTensor]) -
         return moves
 
     stage = "reading a state dict"
-    moves, agreement = ranks.run_and_compare(stage, planning, lambda found: (_mark(found),), 1)
-    if not agreement.same[0]:
+    moves, agreement = ranks.run_and_compare(stage, planning, lambda each: {"moves": _mark(each)})
+    if not agreement.same["moves"]:
         raise ShardingError(
             "the ranks load state dicts whose divided tensors have other names, dtypes or layouts; "
             "all of them load the same, each its own part"

@@ -59,7 +59,7 @@ def _find(group: ProcessGroup | None) -> bool:
         return False
     if message_device(group).type != "cpu":
         return False
-    if not ranks.agree(STAGE, hashes=[_host()]).same[0]:
+    if not ranks.agree(STAGE, hashes={"host": _host()}).same["host"]:
         return False
     number, descriptor = secrets.randbits(62), -1
     try:

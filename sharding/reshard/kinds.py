@@ -81,9 +81,9 @@ def converted(
         return [_item(name, tensor, targets) for name, tensor in tensors.items()]
 
     items, agreement = ranks.run_and_compare(
-        f"planning {kind.value} tensors", planning, lambda items: (_mark(items),), 1
+        f"planning {kind.value} tensors", planning, lambda items: {"tensors": _mark(items)}
     )
-    if not agreement.same[0]:
+    if not agreement.same["tensors"]:
         raise ShardingError(
             f"the ranks give different tensors to be made {kind.value}: names, order, dtypes and "
             "layouts must be the same on all of them"
