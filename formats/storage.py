@@ -123,8 +123,11 @@ def read_again(
     tell: Callable[[str, int, int], None] | None = getattr(reader, "changed_on_the_way", None)
     if tell is None:
         return None
+    forget: Callable[[str, int, int], None] | None = getattr(reader, "forget", None)
     seen = [first]
     for _ in range(LOOKS):
+        if forget is not None:  # a reader that keeps bytes for later calls
+            forget(*place)
         found = read()
         if is_right(found):
             tell(*place)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -10,14 +12,14 @@ from difflib import get_close_matches
 from itertools import islice
 from operator import index as as_int
 from types import EllipsisType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from warnings import warn
 from weakref import finalize
 
 import numpy as np
 import torch
 
-from ckpt.arguments import Uncopied
+from ckpt.arguments import Uncopied, memory_budget
 from ckpt.display import SHOWN_ROWS, count, html_table, printable, size
 from ckpt.errors import (
     ArgumentError,
@@ -42,6 +44,7 @@ from ckpt.transfer.read import read_requests
 from ckpt.transfer.record_sums import Verify, checked_verify
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree, map_tree
 from formats.errors import UnsupportedError
+from formats.storage import LOCAL_READ_BYTES, Reader
 from sharding.errors import without_secrets
 from sharding.layout import Box, Layout, Piece
 
@@ -50,7 +53,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoint", "TensorHandle", "open", "read"]
 
-Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
+Rows = Sequence[int] | np.ndarray | torch.Tensor
+"""Numbers of rows, in any order; a row may come several times."""
+Index = int | slice | EllipsisType | Rows | tuple[int | slice | EllipsisType | Rows, ...]
+KEPT_BYTES = 16 << 20
+"""The most bytes that an open checkpoint on a server keeps for later calls."""
+KEPT_READS = 1024
+MOST_KEPT_BYTES = 1 << 20
+"""The largest read that is kept."""
 
 
 def open(
@@ -165,19 +175,27 @@ class TensorHandle:
     def __getitem__(self, index: Index) -> torch.Tensor:
         """Reads the elements at these indices, as an indexed tensor returns them.
 
-        The indices are integers, slices with a positive step, and `...`. A slice with a step above
-        1 reads its whole range and drops the other elements.
+        The indices are integers, slices with a positive step, and `...`; the first may be a list of
+        integers (or a tensor, or an array, of one dimension), whose rows are read in one call. A
+        slice with a step above 1 reads its whole range and drops the other elements.
+
+        On a server, chunks that were read for few rows are kept for later calls: 16 MiB of them.
 
         Raises:
             TensorIndexError: an integer is out of range, there are more indices than dimensions or
                 several `...`, or a step is not positive.
-            ArgumentTypeError: an index has another type: a mask, a list, None.
+            ArgumentTypeError: an index has another type: a mask, None, a list behind another index.
             CorruptError: bytes are missing or changed.
-            ReplacedError: the checkpoint was replaced or deleted since it was opened.
+            ReplacedError: the checkpoint was replaced or deleted since it was opened, and the bytes
+                are not among those that are kept.
             ClosedError: the checkpoint was closed.
         """
+        rows, index = _rows_in(index, self.shape, self.name)
         box, steps, dropped = _resolve(index, self.shape, self.name)
-        tensor = self._checkpoint.box(self.record, box)
+        if rows is None:
+            tensor = self._checkpoint.box(self.record, box)
+        else:
+            tensor = self._checkpoint.rows(self.record, box, rows)
         if any(step != 1 for step in steps):
             tensor = tensor[tuple(slice(None, None, step) for step in steps)].clone()
         kept = [size for dim, size in enumerate(tensor.shape) if dim not in dropped]
@@ -227,6 +245,7 @@ class Checkpoint(Uncopied, Mapping[str, TensorHandle], AbstractContextManager["C
         self._has_told = False
         context = open_source(url, storage_options)
         self._source: Source | None = context.__enter__()
+        self._reader = KeptReads.of(self._source.store)
         self._close = finalize(self, context.__exit__, None, None, None)  # at exit too
         self.catalog: Catalog = self._source.catalog
         if changes is not None and changes.mappings:
@@ -288,6 +307,24 @@ class Checkpoint(Uncopied, Mapping[str, TensorHandle], AbstractContextManager["C
         self.fill([(record, box, tensor)], stacklevel=5)
         return tensor
 
+    def rows(self, record: TensorRecord, box: Box, rows: Sequence[int]) -> torch.Tensor:
+        """Reads rows of a box of a tensor into new memory, each once and neighbours together."""
+        runs: list[list[int]] = []
+        for row in sorted({*rows}):
+            if runs and runs[-1][1] == row:
+                runs[-1][1] = row + 1
+            else:
+                runs.append([row, row + 1])
+        places = {row: at for at, row in enumerate(sorted({*rows}))}
+        tensor = empty_for(record, (len(places), *box.shape[1:]))
+        wanted = []
+        for lo, hi in runs:
+            part = tensor[places[lo] : places[hi - 1] + 1]
+            wanted.append((record, Box((lo, *box.lo[1:]), (hi, *box.hi[1:])), part))
+        self.fill(wanted, stacklevel=5)
+        order = [places[row] for row in rows]
+        return tensor if order == [*range(len(places))] else tensor[order]
+
     def fill(
         self, wanted: Sequence[tuple[TensorRecord, Box, torch.Tensor]], stacklevel: int = 3
     ) -> None:
@@ -337,7 +374,7 @@ class Checkpoint(Uncopied, Mapping[str, TensorHandle], AbstractContextManager["C
     ) -> None:
         """Reads the requests. Warns once if some bytes could not be verified."""
         source = self._opened()
-        unverified = read_requests(source.store, requests, memory, self._verify)
+        unverified = read_requests(self._reader, requests, memory, self._verify)
         if unverified and not self._has_told:
             self._has_told = True
             warn(UnverifiedWarning(source.url, unverified), stacklevel=stacklevel)
@@ -356,11 +393,96 @@ class Checkpoint(Uncopied, Mapping[str, TensorHandle], AbstractContextManager["C
         return self._source
 
 
+class KeptReads:
+    """A server's folder that keeps the last small reads. All else is the reader's of the folder."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._kept: OrderedDict[tuple[str, int, int], bytes] = OrderedDict()
+        self._kept_bytes = 0
+        self._most_bytes = min(KEPT_BYTES, memory_budget() // 4)
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, reader: Reader) -> Reader:
+        """Returns a reader that keeps reads; on a disk, whose pages the system keeps, the same."""
+        return reader if reader.read_bytes <= LOCAL_READ_BYTES else cast("Reader", cls(reader))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._reader, name)
+
+    def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
+        """Fills the buffers with the bytes from `offset` on, from memory if they were kept."""
+        end = offset + sum(target.nbytes for target in targets)
+        if end - offset > MOST_KEPT_BYTES:
+            self._reader.read_into(name, offset, *targets)
+            return
+        data = self._found(name, offset, end)
+        if data is None:
+            found = bytearray(end - offset)
+            self._reader.read_into(name, offset, memoryview(found))
+            data = bytes(found)
+            self._keep((name, offset, end), data)
+        at = 0
+        for target in targets:
+            view = target.cast("B")
+            view[:] = data[at : at + len(view)]
+            at += len(view)
+
+    def forget(self, name: str, lo: int, hi: int) -> None:
+        """Drops what was kept of these bytes."""
+        with self._lock:
+            for key in [*self._kept]:
+                if key[0] == name and key[1] < hi and lo < key[2]:
+                    self._kept_bytes -= len(self._kept.pop(key))
+
+    def _found(self, name: str, lo: int, hi: int) -> bytes | None:
+        """Returns the bytes if they were kept, in one read or in several that touch."""
+        parts, at = [], lo
+        with self._lock:
+            for key in sorted(key for key in self._kept if key[0] == name and key[1] < hi):
+                if key[1] <= at < key[2]:
+                    parts.append(self._kept[key][at - key[1] : min(hi, key[2]) - key[1]])
+                    self._kept.move_to_end(key)
+                    at = min(hi, key[2])
+        return b"".join(parts) if at == hi else None
+
+    def _keep(self, key: tuple[str, int, int], data: bytes) -> None:
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = data
+                self._kept_bytes += len(data)
+            while self._kept_bytes > self._most_bytes or len(self._kept) > KEPT_READS:
+                self._kept_bytes -= len(self._kept.popitem(last=False)[1])
+
+
 _COLUMNS = ("name", "type", "shape", "size")
 
 
 def _row(name: str, record: TensorRecord) -> tuple[str, str, str, str]:
     return name, str(record.dtype), str(list(record.shape)), size(record.nbytes)
+
+
+def _rows_in(index: Index, shape: tuple[int, ...], name: str) -> tuple[list[int] | None, Index]:
+    """Returns the rows of an index that begins with a list, and the index with all rows instead."""
+    first, *rest = index if isinstance(index, tuple) and index else (index,)
+    is_rows = isinstance(first, list) or (
+        isinstance(first, torch.Tensor | np.ndarray)
+        and first.ndim == 1
+        and first.dtype not in (torch.bool, np.dtype(bool))
+    )
+    if not is_rows:
+        return None, index
+    numbers = first if isinstance(first, list) else first.tolist()  # type: ignore[union-attr]
+    if not shape:
+        raise TensorIndexError(f"{name}: {1 + len(rest)} indices for shape {shape}")
+    rows = []
+    for number in numbers:
+        at = _integer(number, name)
+        if not -shape[0] <= at < shape[0]:
+            raise TensorIndexError(f"{name}: index {at} is out of range in dimension 0 of {shape}")
+        rows.append(at % shape[0])
+    return rows, (slice(None), *rest)
 
 
 def _resolve(
@@ -427,6 +549,6 @@ def _integer(part: object, name: str) -> int:
     except TypeError:
         pass
     raise ArgumentTypeError(
-        f"{name}: the indices are integers, slices and `...`, not {type(part).__name__}; read a "
-        "range that holds the elements and index the resulting tensor"
+        f"{name}: the indices are integers, slices and `...`, and first a list of integers, not "
+        f"{type(part).__name__}; read a range that holds the elements and index the result"
     )

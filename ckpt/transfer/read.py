@@ -125,7 +125,8 @@ MAPPED_BYTES = 32 << 20
 DIRECT_BYTES = 8 << 20
 """Bytes of a tensor that one thread reads at a time into the tensor's memory."""
 THREAD_BYTES = 32 << 20
-"""The caller itself reads fewer bytes than these in all: threads would cost more."""
+"""The caller itself reads fewer bytes than these in all: threads would cost more. Several reads
+from a server are different: each waits for an answer."""
 LONG_BYTES = 64 << 10
 """A copy of so many bytes lets other threads run meanwhile."""
 ROW_BYTES = 1 << 30
@@ -250,7 +251,12 @@ class RangeReader:
                 progress(sum(one.wanted_bytes for one in group))
 
         nbytes = sum(one.hi - one.lo for one in ranges)
-        if self._workers <= 1 or nbytes < THREAD_BYTES:
+        if nbytes < THREAD_BYTES:
+            few = [*groups]
+            groups = iter(few)
+            if self._reader.read_bytes <= LOCAL_READ_BYTES or len(few) < FAR_WORKERS:
+                nbytes = 0
+        if self._workers <= 1 or not nbytes:
             for group in groups:
                 work(group)
             return

@@ -16,11 +16,15 @@ from safetensors.torch import save_file
 import ckpt
 from ckpt.converting.convert import convert
 from ckpt.errors import CkptError, NotACheckpointError
+from ckpt.loading import lazy
 from ckpt.loading.lazy import Checkpoint
 from formats.catalog import TensorRef
 from formats.errors import CorruptError, UnsupportedError
 from formats.native.shard import CHUNK_BYTES
 from tests.garbage import collect_garbage
+from tests.stores.fault_proxy import FaultProxy
+from tests.stores.faults import Fault
+from tests.stores.server import Server
 
 SHAPES = ((7, 5, 4), (12,), (), (0, 3), (1, 1, 2, 3), (2, 0), (9, 4))
 FORMATS = {"ckpt": "c", "safetensors": "c.safetensors", "hf": "hf", "torch": "c.pt", "dcp": "dcp"}
@@ -113,6 +117,7 @@ def test_what_is_read_has_memory_of_its_own_and_no_more(shapes: Checkpoint) -> N
         ((..., 0, 0, 0, 0), "indices for shape"),
         (slice(None, None, -1), "the step of a slice is positive, not -1"),
         (slice(None, None, 0), "the step of a slice is positive, not 0"),
+        ([0, 7], r"index 7 is out of range in dimension 0 of \(7, 5, 4\)"),
     ],
 )
 def test_an_index_that_does_not_fit_is_an_error_with_the_numbers(
@@ -129,14 +134,13 @@ def test_an_index_that_does_not_fit_is_an_error_with_the_numbers(
         None,
         1.0,
         "a",
-        [0, 1],
+        [True, False],
+        (0, [1]),
         (0, None),
         torch.tensor([True] * 7),
         torch.tensor(True),
-        torch.tensor([0]),
         slice(1.0, 2),
         slice(0, 2, "a"),
-        np.arange(2),
         (0, ..., "a"),
     ],
     ids=str,
@@ -144,6 +148,23 @@ def test_an_index_that_does_not_fit_is_an_error_with_the_numbers(
 def test_what_torch_takes_and_we_do_not_is_refused(shapes: Checkpoint, index: Any) -> None:
     with pytest.raises(TypeError, match=r"^0: the indices are integers, slices and"):
         shapes["0"][index]
+
+
+@given(number=st.sampled_from([0, 1, 4, 6]), data=st.data())
+def test_a_list_of_rows_is_read_as_a_tensor_is_indexed(
+    shapes: Checkpoint, number: int, data: st.DataObject
+) -> None:
+    shape = SHAPES[number]
+    rows = data.draw(st.lists(st.integers(-shape[0], shape[0] - 1), max_size=5))
+    kinds = (list, torch.tensor, np.array) if rows else (list,)
+    more = [
+        data.draw(st.integers(0, size - 1) | st.just(slice(None)) | st.just(slice(1, None, 2)))
+        for size in shape[1 : 1 + data.draw(st.integers(0, len(shape) - 1))]
+    ]
+    found = shapes[str(number)][(data.draw(st.sampled_from(kinds))(rows), *more)]
+    expected = value(shape)[(rows, *more)]
+    assert torch.equal(found, expected)
+    assert found.untyped_storage().nbytes() == found.nbytes
 
 
 def test_an_integer_of_any_type_is_an_index(shapes: Checkpoint) -> None:
@@ -378,12 +399,48 @@ def test_a_place_without_a_checkpoint_says_what_is_there(tmp_path: Path) -> None
 def test_a_checkpoint_that_is_deleted_while_it_is_open_is_an_error_that_says_so() -> None:
     """On a disk what is open can be read though it is deleted."""
     url = "memory://deleted-while-open"
-    ckpt.save(url, {"w": value((8, 8))})
+    ckpt.save(url, {"w": value((8, 8)), "v": value((8, 8))})
     with ckpt.open(url) as checkpoint:
         assert torch.equal(checkpoint["w"][3], value((8, 8))[3])
         ckpt.delete(url)
         with pytest.raises(ckpt.ReplacedError, match=r"deleted while it was read, and .*-00000\."):
-            checkpoint["w"][...]
+            checkpoint["v"][...]
+        assert torch.equal(checkpoint["w"][5], value((8, 8))[5])  # of a chunk that was kept
+
+
+def test_rows_on_a_server_are_read_in_one_call_and_their_chunks_are_kept(
+    moto: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lazy, "KEPT_BYTES", 1 << 20)
+    w = value((4096, 256))  # 4 MiB: 64 rows a chunk
+    with FaultProxy(moto) as proxy:
+        url, options = proxy.server.url(tmp_path.name), proxy.server.options
+        ckpt.save(url, {"w": w}, storage_options=options)
+        with ckpt.open(url, storage_options=options) as checkpoint:
+            handle = checkpoint["w"]
+            assert torch.equal(handle[0], w[0])
+            proxy.clear()
+            for row in (*range(64), 0, -4096):
+                assert torch.equal(handle[row], w[row])
+            assert proxy.count() == 0
+            rows = [130, 70, 4000, 3, 71, -96, 70]  # two of neighbouring chunks, one far away
+            assert torch.equal(handle[rows], w[rows])
+            assert torch.equal(handle[rows, 5:9], w[rows][:, 5:9])
+            assert proxy.count() == 2
+            # One flipped bit is not kept.
+            proxy.clear()
+            proxy.schedule = lambda one: Fault.FLIP_ANSWER if one.number == 0 else None
+            with pytest.warns(ckpt.WireWarning):
+                assert torch.equal(handle[2000], w[2000])
+            assert torch.equal(handle[2001], w[2001])
+            assert proxy.count() == 2
+            for row in range(0, 4096, 64):  # within a bound
+                handle[row]
+            assert kept_bytes(checkpoint) <= 1 << 20
+
+
+def kept_bytes(checkpoint: Checkpoint) -> int:
+    return sum(map(len, checkpoint._reader._kept.values()))  # type: ignore[attr-defined]
 
 
 def test_what_was_opened_by_a_relative_path_is_read_from_there_in_any_folder(
