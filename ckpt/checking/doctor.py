@@ -45,6 +45,8 @@ AT_ONCE = 6
 """Commits that are sent in one moment."""
 ROUNDS = 3
 """Files that are written, and looked for in a listing at once."""
+FOLDERS = 3
+"""Folders in which a file is looked for, to read from it."""
 MOST_SKEW_SECONDS = 60.0
 LEAST_DAYS = 2
 """A rule that aborts uploads sooner may abort one of a save, which has a day."""
@@ -400,15 +402,18 @@ class _Doctor:
         return Outcome.OK, ""
 
     def _range(self) -> _Result:
-        name, data = "first", _FIRST
-        if not self._can_write:
-            found = [one for one, nbytes in self._store.sizes().items() if nbytes > 2]
-            if not found:
-                return Outcome.NOT_TRIED, "no file here to read from"
-            name = found[0]
-            data = self._store.read_start(name, 2).data
-        got = (self._here if self._can_write else self._store).read(name, 1, len(data) - 1)
-        return _either(got == data[1:], "", f"{name} has other bytes than were written")
+        if self._can_write:
+            got = self._here.read("first", 1, len(_FIRST) - 1)
+            return _either(got == _FIRST[1:], "", "other bytes than were written")
+        for folder in ("", *self._store.folders()[:FOLDERS]):
+            url = join_url(self._store.url, folder) if folder else self._store.url
+            with open_store(url, self._store.options) as store:
+                name = next((one for one, nbytes in store.sizes().items() if nbytes > 2), None)
+                if name is not None:
+                    data = store.read_start(name, 3).data
+                    got = store.read(name, 1, 2)
+                    return _either(got == data[1:], "", f"{name} has other bytes than at first")
+        return Outcome.NOT_TRIED, "no file here to read from"
 
     def _list_after_put(self) -> _Result:
         for number in range(ROUNDS):

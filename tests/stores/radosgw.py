@@ -37,6 +37,8 @@ PROGRAMS = (
 )
 PACKAGES = "ceph-mon ceph-osd radosgw ceph-common"
 KEY, SECRET = "test-key", "test-secret"
+OTHER = "other"
+"""The name, key and secret of a second user, who may do what the policy of a bucket allows."""
 STORE_BYTES = 16 << 30
 """What the server says it can hold. Memory is taken as objects come."""
 
@@ -175,13 +177,10 @@ def started(folder: Path) -> Iterator[Server]:
         do("ceph-osd", "-c", str(settings), "-i", "0", "--mkfs", "--osd-uuid", osd_id)
         osd = start("ceph-osd", "-i", "0")
         wait_until(lambda: "1 up" in do("ceph", "osd", "stat"), *osd)
-        names = (
-            "--uid=test",
-            "--display-name=test",
-            f"--access-key={KEY}",
-            f"--secret-key={SECRET}",
-        )
-        do("radosgw-admin", "user", "create", *names)
+        for user, key, secret in (("test", KEY, SECRET), (OTHER, OTHER, OTHER)):
+            names = (f"--uid={user}", f"--display-name={user}")
+            keys = (f"--access-key={key}", f"--secret-key={secret}")
+            do("radosgw-admin", "user", "create", *names, *keys)
         gateway = start("radosgw", "-n", "client.rgw")
         wait_until(lambda: answers(port), *gateway)
         yield s3_server("radosgw", port, KEY, SECRET)
