@@ -28,6 +28,10 @@ import formats  # noqa: E402
 from ckpt import errors  # noqa: E402
 from ckpt.errors import *  # noqa: E402, F403 - `ckpt.errors` has the one list of errors
 
+# mypy follows no chain of such imports within one package, as which all of this is installed.
+from formats.errors import *  # noqa: E402, F403
+from sharding.errors import *  # noqa: E402, F403
+
 if TYPE_CHECKING:
     from ckpt import events, sharding, state_dict
     from ckpt.checking.diff import diff
@@ -35,7 +39,8 @@ if TYPE_CHECKING:
     from ckpt.converting.convert import convert
     from ckpt.live.follow import LiveVersion, follow
     from ckpt.live.publish import LiveState, publish
-    from ckpt.loading.lazy import Checkpoint, TensorHandle, open, read
+    from ckpt.loading.lazy import Checkpoint, TensorHandle, read
+    from ckpt.loading.lazy import open as open
     from ckpt.loading.load import load
     from ckpt.loading.newest import latest
     from ckpt.mapping.changes import read_mapping
@@ -110,7 +115,6 @@ __all__ = [
     "latest",
     "limits",
     "load",
-    "open",
     "per_rank",
     "prepare",
     "publish",
@@ -124,6 +128,7 @@ __all__ = [
     "verify",
 ]
 __all__ += errors.__all__
+"""All names but `open`, which would hide Python's own."""
 
 
 def __getattr__(name: str) -> object:
@@ -137,4 +142,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "open"])

@@ -1,11 +1,20 @@
 """The build hook of the wheel: imports name our packages inside `ckpt`; the rest is unchanged."""
 
+import builtins
+import json
 import re
+import shutil
+import site
+import subprocess
+import sys
+import zipfile
 from importlib import import_module
 from pathlib import Path
 from runpy import run_path
 
 import pytest
+
+import ckpt
 
 ROOT = Path(__file__).parents[1]
 MOVED = run_path(str(ROOT / ".ci" / "wheel.py"))["moved"]
@@ -90,3 +99,65 @@ def test_the_repository_has_the_runtime_by_its_name_in_an_installation(name: str
     assert installed.__all__ == ours.__all__
     for public in ours.__all__:
         assert getattr(installed, public) is getattr(ours, public)
+
+
+def test_an_import_of_all_names_hides_no_builtin() -> None:
+    for module in (ckpt, ckpt.sharding, ckpt.state_dict, ckpt.events):
+        assert [name for name in module.__all__ if hasattr(builtins, name)] == []
+    assert "open" in dir(ckpt)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment in which the wheel is installed, beside torch."""
+    folder = tmp_path_factory.mktemp("installed")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True)
+    (packages,) = (folder / "env" / "lib").glob("python*/site-packages")
+    (wheel,) = folder.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(packages)
+    (packages / "torch.pth").write_text("\n".join(site.getsitepackages()))
+    return folder / "env" / "bin" / "python"
+
+
+@pytest.mark.slow
+def test_a_program_of_a_user_and_every_public_name_have_types(
+    installed: Path, tmp_path: Path
+) -> None:
+    program = shutil.copy(Path(__file__).with_name("typed_program.py"), tmp_path)
+    names = [
+        f"{module.__name__}.{name}"
+        for module in (ckpt, ckpt.sharding, ckpt.state_dict, ckpt.events)
+        for name in dir(module)
+        if name in (*module.__all__, "open")
+    ]
+    imports = "import ckpt\nimport ckpt.sharding\nimport ckpt.state_dict\nimport ckpt.events\n"
+    every = tmp_path / "every.py"
+    every.write_text(imports + "".join(f"reveal_type({name})\n" for name in names))
+    options = (f"--cache-dir={tmp_path}/mypy", f"--python-executable={installed}")
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--config-file=", *options, program, every],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    lines = [line for line in checked.stdout.splitlines() if "Revealed type is" in line]
+    untyped = [line for line in lines if re.search(r'is "(Any|object)"$', line)]
+    assert (checked.returncode, untyped, len(lines)) == (0, [], len(names)), checked.stdout
+
+
+@pytest.mark.slow
+def test_a_program_of_a_user_passes_pyright(installed: Path, tmp_path: Path) -> None:
+    pyright = shutil.which("pyright")
+    if pyright is None:
+        pytest.skip("no pyright here: pip install 'pyright[nodejs]'")
+    shutil.copy(Path(__file__).with_name("typed_program.py"), tmp_path)
+    torch_s = {"reportUnknownMemberType": False}  # the step of an optimizer has no types
+    (tmp_path / "pyrightconfig.json").write_text(
+        json.dumps({"typeCheckingMode": "strict", **torch_s})
+    )
+    command = [pyright, f"--pythonpath={installed}", "typed_program.py"]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert checked.returncode == 0, checked.stdout

@@ -98,7 +98,8 @@ def _package(package: str) -> Iterator[str]:
 def _entries(module_name: str) -> Iterator[str]:
     """Yields the block of each public name: functions and classes, then errors."""
     module = importlib.import_module(module_name)
-    names = [name for name in module.__all__ if not name.startswith("_")]
+    public = {*module.__all__, *(("open",) if module_name == "ckpt" else ())}
+    names = [name for name in sorted(public) if not name.startswith("_")]
     found = {name: getattr(module, name) for name in names}
     is_error = {
         name: inspect.isclass(one) and issubclass(one, BaseException) for name, one in found.items()
