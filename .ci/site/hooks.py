@@ -36,6 +36,8 @@ FIRST = ("save", "load", "Checkpointer", "Keep", "latest", "open", "read", "conv
 """Names with which a page of the reference begins; the others follow by the alphabet."""
 BOOSTS = {"In depth": 0.5, "For maintainers and reviewers": 0.1}
 """Sections that the search ranks lower."""
+SHIM = "https://unpkg.com/iframe-worker/shim"
+"""The address that the theme gives; no page may load a script from another host."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((\.\./[^)\s]*)\)")
 
 
@@ -62,8 +64,9 @@ def on_files(files: Files, config: Any) -> Files:
     readme = re.sub(r"\]\((?!https?:)", "](../", (ROOT / "README.md").read_text())
     readme = readme.replace("](../docs/howto)", "](howto/resume-elsewhere.md)")
     files.append(File.generated(config, "index.md", content=readme.replace("](../docs/", "](")))
-    css = (Path(__file__).parent / "site.css").read_text()
-    files.append(File.generated(config, "site.css", content=css))
+    for name in ("site.css", "worker.js"):
+        text = (Path(__file__).parent / name).read_text()
+        files.append(File.generated(config, name, content=text))
     for name, text in pages.items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))
     return files
@@ -84,6 +87,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return found[2] if found[2].strip("`") in str(shown) else f"{found[2]} (`{shown}`)"
 
     return LINK.sub(replaced, markdown)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Takes the script with which the search works in files from the site, not from a network."""
+    return output.replace(SHIM, "../" * page.url.count("/") + "worker.js")
 
 
 def _package(package: str) -> Iterator[str]:
