@@ -26,7 +26,7 @@ from ckpt.errors import ClosedError
 from ckpt.live.hosts import Dropped, Hosts, Listening, copied_from, dropped, reclaimed, serve
 from ckpt.live.protocol import LEASE_SECONDS, FileAt, Segment
 from ckpt.live.sealing import SealJob, in_memory, seal_job_message
-from ckpt.opening.in_flight import Lane, told_by_this_call
+from ckpt.opening.in_flight import SaveQueue, told_by_this_call
 from ckpt.plan.reuse import collected_later
 from ckpt.saving.agreement import (
     SaveAttempt,
@@ -40,7 +40,7 @@ from ckpt.saving.arena import Arena
 from ckpt.saving.background import SaveHandle, begin
 from ckpt.saving.save import check_free
 from ckpt.saving.staging import COPIED
-from ckpt.saving.writers import Workplace, new_arena
+from ckpt.saving.writers import ArenaWriter, new_arena
 from ckpt.stores.addresses import MOST_VERSION, NAME
 from formats.native.manifest import MANIFEST, dump
 from formats.native.shard import ShardSummary
@@ -151,8 +151,8 @@ class LiveState(Uncopied):
         """The newest version if rank 0 has committed it and no update has begun since."""
         self._tried = 0
         """The newest version that this rank has begun to store."""
-        self._workplace = Workplace(self._slots[0].arena)
-        self._lane = Lane()
+        self._arena_writer = ArenaWriter(self._slots[0].arena)
+        self._queue = SaveQueue()
         self._is_closed = False
 
     @property
@@ -206,11 +206,11 @@ class LiveState(Uncopied):
         ranks = Ranks(self._group, self._timeout)
         later = Ranks(self._group, self._timeout, f"versions of {self.hosts.name}")
         with told_by_this_call() as begun, ranks.call("LiveState.update", later):
-            self._lane.wait()
+            self._queue.wait()
             with collected_later(), ExitStack() as stack:
                 turn = object()
                 for _ in range(2):  # an interrupt may come while the turn is given up
-                    stack.callback(self._lane.leave_turn, turn)
+                    stack.callback(self._queue.leave_turn, turn)
 
                 def choice() -> bytes:
                     ranks.doing("choosing a version")
@@ -218,14 +218,14 @@ class LiveState(Uncopied):
 
                 def check() -> None:
                     self._check(version)
-                    check_free(self._lane, "wait", turn, ranks.is_single_process)
+                    check_free(self._queue, "wait", turn, ranks.is_single_process)
 
                 options, arguments = SaveOptions(False, False, dict(metadata)), {"version": version}
                 attempt, leaves = agreed_attempt(ranks, state, options, check, arguments, choice)
                 number, slot = self._chosen(ranks, attempt.note)
                 shown = self.hosts.url.at(number).shown
                 handle = SaveHandle(shown, attempt.plan.nbytes, started)
-                target = _Version(handle, attempt, self._lane, self, number, slot, info)
+                target = _Version(handle, attempt, self._queue, self, number, slot, info)
                 later.connect()
                 begun.append(handle)
                 ranks.doing("copying the state")
@@ -240,14 +240,14 @@ class LiveState(Uncopied):
         """
         if not self._is_closed:
             self.end()
-            self._lane.raise_untold()
+            self._queue.raise_untold()
 
     def end(self) -> None:
         """As `close`, without an error of the last update."""
         self._is_closed = True
-        self._lane.wait()
+        self._queue.wait()
         self.hosts.close()
-        self._workplace.close()
+        self._arena_writer.close()
         for slot in self._slots:
             slot.arena.close()
 
@@ -333,8 +333,8 @@ class LiveState(Uncopied):
         for number in server.versions().keys() - mine:
             server.drop(number)
 
-    def _place(self, index: int, version: int) -> Workplace:
-        """Returns the workplace with the arena for a version."""
+    def _place(self, index: int, version: int) -> ArenaWriter:
+        """Returns the arena writer with the arena for a version."""
         slot = self._slots[index]
         slot.version = version
         self._tried = max(self._tried, version)
@@ -345,8 +345,8 @@ class LiveState(Uncopied):
             else:  # the server would send zeros; the memory ends with its last user
                 slot.arena.close()
             slot.arena = new_arena(is_sealed=True)
-        self._workplace.use(slot.arena)
-        return self._workplace
+        self._arena_writer.use(slot.arena)
+        return self._arena_writer
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,17 +355,17 @@ class _Version:
 
     handle: SaveHandle
     attempt: SaveAttempt
-    lane: Lane
+    queue: SaveQueue
     live: LiveState
     number: int
     slot: int
     info: Mapping[str, object]
 
-    def workplace(self) -> Workplace:
-        """Returns the live state's workplace, with the arena of this version."""
+    def arena_writer(self) -> ArenaWriter:
+        """Returns the live state's arena writer, with the arena of this version."""
         return self.live._place(self.slot, self.number)
 
-    def write(self, data: memoryview, place: Workplace) -> ShardSummary:
+    def write(self, data: memoryview, place: ArenaWriter) -> ShardSummary:
         """Seals this rank's part, and gives it to the server of this host."""
         file, hosts = self.attempt.file_name, self.live.hosts
         job = SealJob(hosts.name, self.number, file, self.attempt.plan)

@@ -2,9 +2,9 @@
 
 Rules:
 
-1. A lane has at most one save in flight. A thread that begins another waits for it, or is refused.
+1. A queue has at most one save in flight. A thread that begins another waits for it, or is refused.
    One thread at a time has the turn: from before it reads the state until its save is in flight.
-   All saves to stores have one lane, and each live state has one: lanes do not wait for each other.
+   All saves to stores have one queue, and each live state has one. No queue waits for another.
 2. The next save raises an error that no caller has seen; otherwise the exit prints it. The caller
    of an interrupted save has seen its error.
 3. A normal exit of the interpreter waits for saves in flight, and until the other ranks know their
@@ -46,12 +46,12 @@ class InFlight(Protocol):
         ...
 
 
-class Lane:
+class SaveQueue:
     """The saves that follow one another: the last of them, and the turn to begin the next."""
 
     def __init__(self) -> None:
         self._forget()
-        _lanes.add(self)
+        _queues.add(self)
 
     def _forget(self) -> None:
         self._last: InFlight | None = None
@@ -130,9 +130,9 @@ class Lane:
             )
 
 
-_lanes: WeakSet[Lane] = WeakSet()
+_queues: WeakSet[SaveQueue] = WeakSet()
 _is_watching_exit = False
-saves = Lane()
+saves = SaveQueue()
 """The saves to stores."""
 
 
@@ -166,13 +166,13 @@ def _watch_exit() -> None:
 
 
 def _finish_at_exit() -> None:
-    for lane in tuple(_lanes):
-        lane._finish_at_exit()
+    for queue in tuple(_queues):
+        queue._finish_at_exit()
 
 
 def _forget() -> None:
-    for lane in tuple(_lanes):
-        lane._forget()
+    for queue in tuple(_queues):
+        queue._forget()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -197,12 +197,14 @@ class Checkpointer(Uncopied):
         arguments = (self.url, self._keep, self._schedule, how, local_ones, seconds)
         try:
             options = local_options(local, local_every_steps, local_keep, self.url)
-            self._meet(repr(arguments), options, memory)
+            self._open_tiers(repr(arguments), options, memory)
         except BaseException:
             self._signals.close()
             raise
 
-    def _meet(self, arguments: str, options: LocalOptions | None, memory: Memory | None) -> None:
+    def _open_tiers(
+        self, arguments: str, options: LocalOptions | None, memory: Memory | None
+    ) -> None:
         """Opens the tiers, and looks for the steps in them. All ranks call this."""
         self._provenance, steps, places = self._ranks.introduce(
             arguments, options.folder if options else "", self._saves.owner

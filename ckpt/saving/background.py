@@ -19,10 +19,10 @@ from typing import Any, Protocol, TypeVar
 from ckpt.arguments import Uncopied
 from ckpt.display import printable, size
 from ckpt.errors import CkptError, StoreError, WaitTimeoutError
-from ckpt.opening.in_flight import Lane, saves
+from ckpt.opening.in_flight import SaveQueue, saves
 from ckpt.saving.agreement import SaveAttempt, finish
 from ckpt.saving.staging import OVERLAPPED, Staging, When, held_storages, slots
-from ckpt.saving.writers import Workplace, workplace, write_here
+from ckpt.saving.writers import ArenaWriter, arena_writer, write_here
 from ckpt.state.flatten import Leaf
 from ckpt.stores.store import absolute, open_store, place_elsewhere
 from ckpt.transfer.read import workers_for
@@ -62,15 +62,15 @@ class Target(Protocol):
         ...
 
     @property
-    def lane(self) -> Lane:
+    def queue(self) -> SaveQueue:
         """The saves that this one follows."""
         ...
 
-    def workplace(self) -> Workplace:
+    def arena_writer(self) -> ArenaWriter:
         """Returns the arena to stage in, and its writer."""
         ...
 
-    def write(self, data: memoryview, place: Workplace) -> ShardSummary:
+    def write(self, data: memoryview, place: ArenaWriter) -> ShardSummary:
         """Returns the facts of this rank's file, with the staged bytes `data` in it."""
         ...
 
@@ -91,13 +91,13 @@ class Folder:
     options: Mapping[str, Any] = field(repr=False)
     """The options of the store's driver."""
     progress: Progress | None
-    lane: Lane = saves
+    queue: SaveQueue = saves
 
-    def workplace(self) -> Workplace:
-        """Returns the workplace of all saves to stores."""
-        return workplace()
+    def arena_writer(self) -> ArenaWriter:
+        """Returns the arena writer of all saves to stores."""
+        return arena_writer()
 
-    def write(self, data: memoryview, place: Workplace) -> ShardSummary:
+    def write(self, data: memoryview, place: ArenaWriter) -> ShardSummary:
         """Writes this rank's shard file, by the writer process if it can reach the store.
 
         This thread writes the file where the system has no process or descriptor left for that one.
@@ -153,7 +153,7 @@ def begin(
             target=save.run, args=(staged, error), name="ckpt-save", daemon=True
         )
         try:
-            target.lane.begin(handle, thread)
+            target.queue.begin(handle, thread)
             thread.start()
         except RuntimeError:  # no thread can be started, for example because the interpreter ends
             save.run(staged, error)
@@ -168,14 +168,14 @@ def begin(
 class _Staged:
     """The content of the arena, during and after the copies."""
 
-    workplace: Workplace
+    arena_writer: ArenaWriter
     staging: Staging
     data: memoryview
 
 
 def _stage(target: Target, leaves: Sequence[Leaf], state: object, when: When) -> _Staged:
     plan = target.attempt.plan
-    place, found = target.workplace(), slots(plan, leaves)
+    place, found = target.arena_writer(), slots(plan, leaves)
     data = place.reserve(plan.nbytes)
     held = held_storages(state) if when == OVERLAPPED else set()
     workers = workers_for(target.attempt.mesh.size)
@@ -201,7 +201,7 @@ class _Save:
             _abandon(handle, staged)
             return
         clock = Clock(CALL, self._ranks.rank, self._ranks.world_size)
-        place = staged[0].workplace if staged else None
+        place = staged[0].arena_writer if staged else None
         written: list[ShardSummary | None] = []
         if error is None:
             written, error = _attempt(lambda: self._write(staged.pop(), clock))
@@ -216,7 +216,7 @@ class _Save:
 
     def _write(self, staged: _Staged, clock: Clock) -> ShardSummary | None:
         """Writes this rank's shard file; returns None if the rank has nothing to write."""
-        handle, place = self._target.handle, staged.workplace
+        handle, place = self._target.handle, staged.arena_writer
         if not staged.staging.is_done:
             clock.doing("copying the state")
         staged.staging.finish()  # first, because the training may wait for the copies
@@ -228,7 +228,7 @@ class _Save:
         clock.count(self._target.attempt.plan.nbytes)
         return self._target.write(staged.data, place)
 
-    def _touch(self, place: Workplace) -> None:
+    def _touch(self, place: ArenaWriter) -> None:
         """Touches the arena if this save filled new memory: the next save has no page faults."""
         place.arena.touch(workers_for(self._target.attempt.mesh.size))
 

@@ -32,7 +32,7 @@ from ckpt.saving.agreement import (
 )
 from ckpt.saving.background import Folder, SaveHandle, begin, lasting
 from ckpt.saving.staging import When
-from ckpt.saving.writers import workplace
+from ckpt.saving.writers import arena_writer
 from ckpt.state.flatten import FlatState, Leaf, flatten
 from ckpt.state.merged_state import agree_on_state, spec_of
 from ckpt.stores.local_store import LocalStore
@@ -252,23 +252,23 @@ def save_with(
             return None
 
 
-def check_free(lane: in_flight.Lane, when_busy: WhenBusy, turn: object, alone: bool) -> None:
-    """Raises if this rank cannot save now; a background save takes the turn `turn` of its lane.
+def check_free(queue: in_flight.SaveQueue, when_busy: WhenBusy, turn: object, alone: bool) -> None:
+    """Raises if this rank cannot save now; a background save takes the turn `turn` of its queue.
 
     Another thread may have begun a save since this one waited. Several ranks do not wait for it
     here: each could wait for a save that another rank's threads are about to begin.
     """
     check_word("when_busy", when_busy, get_args(WhenBusy))
-    while lane.is_busy() if turn is None else not lane.take_turn(turn):
+    while queue.is_busy() if turn is None else not queue.take_turn(turn):
         if when_busy == "refuse" or not alone:
-            what = lane.url() if lane.is_busy() else "another thread's checkpoint"
+            what = queue.url() if queue.is_busy() else "another thread's checkpoint"
             todo = 'pass when_busy="wait"' if when_busy == "refuse" else "save from one thread"
             raise BusyError(
                 f"{what} is still being saved; nothing else was saved. Wait for it with its "
                 f"handle, or {todo}"
             )
-        lane.wait() if turn is None else lane.wait_turn()
-    lane.raise_untold()
+        queue.wait() if turn is None else queue.wait_turn()
+    queue.raise_untold()
 
 
 def _write(
@@ -320,4 +320,4 @@ def prepare(state: object, *, group: Group = None, timeout: float = TIMEOUT_SECO
         plan = plan_save(spec_of(held.flat).tensors, stored, ranks.global_rank)
         leaves = list(held.flat.leaves.values())
         for_cuda = any(leaves[item.source].local.is_cuda for item in plan.items)
-        workplace().prepare(plan.nbytes, workers_for(ranks.world_size), for_cuda)
+        arena_writer().prepare(plan.nbytes, workers_for(ranks.world_size), for_cuda)

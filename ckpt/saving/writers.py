@@ -5,7 +5,7 @@ serves all later saves; it ends with the trainer (`ckpt.saving.writer_process`).
 
 The arena and the writer process that background saves share.
 
-All saves to stores share one workplace. Each live state has one of its own, and two arenas in turn.
+All saves to stores share one arena writer. Each live state has its own, and two arenas in turn.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def write_here(
     return write_staged(job, data, advance)
 
 
-class Workplace:
+class ArenaWriter:
     """The arena, and the process that writes from it."""
 
     def __init__(self, arena: Arena | None = None) -> None:
@@ -216,20 +216,20 @@ def new_arena(is_sealed: bool = False) -> Arena:
     return Arena(before_remapping=release, is_sealed=is_sealed)
 
 
-_workplace: Workplace | None = None
+_arena_writer: ArenaWriter | None = None
 
 
-def workplace() -> Workplace:
-    """Returns the workplace of this process; a forked child makes its own."""
-    global _workplace
-    if _workplace is None:
-        _workplace = Workplace()
+def arena_writer() -> ArenaWriter:
+    """Returns the arena writer of this process; a forked child makes its own."""
+    global _arena_writer
+    if _arena_writer is None:
+        _arena_writer = ArenaWriter()
         os.register_at_fork(after_in_child=_leave_it_to_the_parent)
-    return _workplace
+    return _arena_writer
 
 
 def _leave_it_to_the_parent() -> None:
-    global _workplace
-    if _workplace is not None:
-        atexit.unregister(_workplace.close)
-    _workplace = None
+    global _arena_writer
+    if _arena_writer is not None:
+        atexit.unregister(_arena_writer.close)
+    _arena_writer = None

@@ -145,7 +145,7 @@ class Channel(ABC):
                 *(Kind.HERE, call.number, call.ops, call.name, stage, call.seconds),
                 *(failure, record),
             )
-            found = self._meet(call, mine, join)
+            found = self._exchange(call, mine, join)
             if not isinstance(found, Failure):
                 return found
             call.failure = found
@@ -177,7 +177,7 @@ class Channel(ABC):
         """Gets ready for a call; returns the failure, if any."""
 
     @abstractmethod
-    def _meet(self, call: Call, mine: Message, join: Join) -> bytes | Failure: ...
+    def _exchange(self, call: Call, mine: Message, join: Join) -> bytes | Failure: ...
 
     @abstractmethod
     def _leave(self, call: Call, failure: Failure) -> None:
@@ -193,7 +193,7 @@ class FakeChannel(Channel):
     def _open(self, call: Call) -> Failure | None:
         return None
 
-    def _meet(self, call: Call, mine: Message, join: Join) -> bytes | Failure:
+    def _exchange(self, call: Call, mine: Message, join: Join) -> bytes | Failure:
         return mine.failure or join([mine.data] * self.world_size)
 
     def _leave(self, call: Call, failure: Failure) -> None:

@@ -82,12 +82,12 @@ class Coordinator(ConnectedChannel):
             self._selector.register(self._listener, selectors.EVENT_READ)
         return None
 
-    def _meet(self, call: Call, mine: Message, join: Join) -> bytes | Failure:
+    def _exchange(self, call: Call, mine: Message, join: Join) -> bytes | Failure:
         records: dict[int, bytes] = {0: mine.data}
         failures = {} if mine.failure is None else {0: mine.failure}
         missing = set(range(1, self.world_size))
-        patience = call.seconds
-        until = monotonic() + patience
+        timeout = call.seconds
+        until = monotonic() + timeout
         has_failed = False
         waiting = WaitWarning(call, self.rank)
         news: Sequence[int] = tuple(missing)
@@ -102,7 +102,7 @@ class Coordinator(ConnectedChannel):
                 else:
                     records[rank] = found.data
                     if monotonic() + found.seconds < until:
-                        patience, until = found.seconds, monotonic() + found.seconds
+                        timeout, until = found.seconds, monotonic() + found.seconds
             if failures and not has_failed:
                 has_failed, until = True, min(until, monotonic() + ERROR_SECONDS)
                 waiting.hush()
@@ -123,7 +123,7 @@ class Coordinator(ConnectedChannel):
         if causes:
             return self._tell(call, failures[min(causes)])
         if missing:
-            return self._tell(call, late(mine.stage, sorted(missing), patience))
+            return self._tell(call, late(mine.stage, sorted(missing), timeout))
         if failures:
             return self._tell(call, failures[min(failures)])
         try:

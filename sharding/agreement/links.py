@@ -55,8 +55,8 @@ def greeting(secret: str, rank: int) -> bytes:
 
 def rank_of(said: bytes, secret: str) -> int | None:
     """Returns the rank in a greeting; None without the secret or of another version."""
-    mark, protocol, word, rank = _GREETING.unpack(said)
-    is_known = hmac.compare_digest(word, secret.encode())
+    mark, protocol, their_secret, rank = _GREETING.unpack(said)
+    is_known = hmac.compare_digest(their_secret, secret.encode())
     return rank if is_known and (mark, protocol) == (_MARK, PROTOCOL) else None
 
 

@@ -140,13 +140,13 @@ class Participant(ConnectedChannel):
         except (OSError, RuntimeError):  # the store is lost, with rank 0 perhaps
             return ended(call.stage, 0)
 
-    def _meet(self, call: Call, mine: Message, join: Join) -> bytes | Failure:
+    def _exchange(self, call: Call, mine: Message, join: Join) -> bytes | Failure:
         link = self._link
         if link is None:
             return ended(mine.stage, 0)
         link.send(mine.packed())
-        patience = call.seconds + ANSWER_SECONDS
-        until = monotonic() + patience
+        timeout = call.seconds + ANSWER_SECONDS
+        until = monotonic() + timeout
         waiting, tries = WaitWarning(call, self.rank), 0
         while True:
             if link.has_heard:
@@ -173,7 +173,7 @@ class Participant(ConnectedChannel):
                 link.send(mine.packed())
                 continue
             if (left := until - monotonic()) <= 0:
-                failure = late(mine.stage, [0], patience)
+                failure = late(mine.stage, [0], timeout)
                 self._leave(call, failure)
                 return failure
             link.wait(waiting.until(left))

@@ -217,7 +217,7 @@ class Ranks:
             return records[0][:8] + bytes([*same, is_balanced]) + records[0][numbers.size :]
 
         record = numbers.pack(number, *hashes.values(), balance) + (b"" if self.rank else note)
-        answer = self._meet(stage, record, join, error)
+        answer = self._exchange(stage, record, join, error)
         end = 9 + len(hashes)
         *same, is_balanced = map(bool, answer[8:end])
         first = int.from_bytes(answer[:8], "big")
@@ -256,18 +256,18 @@ class Ranks:
 
     def common(self, flags: bytes) -> bytes:
         """Returns the bytewise minimum of all ranks' byte strings, which are equally long."""
-        return self._meet("comparing names", flags, _minimum) if flags else flags
+        return self._exchange("comparing names", flags, _minimum) if flags else flags
 
     def joined(self, stage: str, record: bytes, join: Join) -> bytes:
         """Returns the answer on every rank: rank 0 makes it from all records by `join`."""
-        return self._meet(stage, record, join)
+        return self._exchange(stage, record, join)
 
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
         """Returns the bytes of rank `source` on every rank; the bytes travel compressed."""
         if self.is_single_process:
             return data
         record = zlib.compress(data, 1) if self.rank == source else b""
-        answer = self._meet(f"sending the data of rank {source}", record, lambda r: r[source])
+        answer = self._exchange(f"sending the data of rank {source}", record, lambda r: r[source])
         return data if self.rank == source else zlib.decompress(answer)
 
     def gather(self, stage: str, record: bytes, error: BaseException | None = None) -> list[bytes]:
@@ -278,7 +278,7 @@ class Ranks:
             everyone[:] = records
             return b""
 
-        self._meet(stage, record, join, error)
+        self._exchange(stage, record, join, error)
         return everyone if self.rank == 0 else []
 
     @contextmanager
@@ -302,7 +302,7 @@ class Ranks:
                 raise wrong  # inside the call, so that the other ranks hear of it
             yield call
 
-    def _meet(
+    def _exchange(
         self, stage: str, record: bytes, join: Join, error: BaseException | None = None
     ) -> bytes:
         """Returns rank 0's answer to the records of all ranks.

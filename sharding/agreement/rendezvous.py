@@ -122,8 +122,8 @@ class Rendezvous:
             if found is not None:
                 self.secret = place.secret
                 return _greeted(found, place.secret, rank)
-            patience = seconds if place.at < _began() else REFUSED_SECONDS
-            if monotonic() > min(until, refused.setdefault(place.secret, monotonic()) + patience):
+            timeout = seconds if place.at < _began() else REFUSED_SECONDS
+            if monotonic() > min(until, refused.setdefault(place.secret, monotonic()) + timeout):
                 is_elsewhere = place.hosts == [LOOPBACK] and place.machine != _machine()
                 local = (
                     "it listens at the loopback of its host alone, as its CKPT_HOST, or its equal "

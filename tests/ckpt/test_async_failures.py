@@ -24,7 +24,7 @@ from ckpt.errors import StoreError
 from ckpt.opening import in_flight
 from ckpt.plan.reuse import collected_later
 from ckpt.saving.arena import Arena
-from ckpt.saving.writers import WriterProcess, workplace
+from ckpt.saving.writers import WriterProcess, arena_writer
 from ckpt.transfer.write_job import error_message, read_answer
 from tests.ckpt.late_copies import SECONDS, late_copies
 from tests.conftest import Program
@@ -40,7 +40,7 @@ def state(numel: int = 500_000) -> dict[str, Any]:
 
 def writer() -> int:
     """The writer's process id; it is started if it has not been."""
-    return int(import_module("ckpt.saving.writers").workplace().writer().process.pid)
+    return int(import_module("ckpt.saving.writers").arena_writer().writer().process.pid)
 
 
 def limit_writer(nbytes: int) -> None:
@@ -201,7 +201,7 @@ def test_a_writer_that_is_killed_between_two_saves_leaves_no_descriptor(tmp_path
     found = []
     for step in range(2):
         ckpt.save(tmp_path / str(step), state(), blocking=False).wait(SECONDS)
-        writer = workplace().writer()
+        writer = arena_writer().writer()
         writer.process.kill()
         writer.process.wait()
         found.append(len(os.listdir("/proc/self/fd")))
@@ -401,9 +401,9 @@ def test_a_killed_trainer_loses_only_the_checkpoint_in_flight(
     trainer: Callable[..., Program], tmp_path: Path
 ) -> None:
     body = """
-from ckpt.saving.writers import workplace
+from ckpt.saving.writers import arena_writer
 ckpt.save(folder + "/1", {"w": weights[:10]}, blocking=False).wait(60)
-print(workplace().writer().process.pid, flush=True)
+print(arena_writer().writer().process.pid, flush=True)
 input()
 def die(written):
     os.kill(os.getpid(), signal.SIGKILL)  # called before the manifest is written

@@ -266,7 +266,7 @@ def grow_and_shrink(folder: str) -> None:
         assert found[f"own{rank}"].equal(own)
         assert found["n"] == number
     # The largest of the last four needs, to the page.
-    arena = import_module("ckpt.saving.writers").workplace().arena
+    arena = import_module("ckpt.saving.writers").arena_writer().arena
     assert arena.size < 40_000
 
 

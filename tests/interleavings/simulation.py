@@ -1,7 +1,7 @@
 """Processes of one machine or of several, as actors in one process, over a store in memory.
 
 The actors run the product as it is. Inside `simulation` this process gives each actor what a
-process has for itself: a clock, random names, a lane of background saves with its arena. A thread
+process has for itself: a clock, random names, a queue of background saves with its arena. A thread
 of an actor is refused, as by a system that has no more of them, so that the product works in the
 thread that it has; only the removals of a run are a second actor of the same process.
 """
@@ -27,7 +27,7 @@ import ckpt.saving.background
 import ckpt.stores.store
 from ckpt.opening import in_flight
 from ckpt.run.owner import Ownership
-from ckpt.saving.writers import Workplace
+from ckpt.saving.writers import ArenaWriter
 from ckpt.stores.object_store import ObjectStore
 from ckpt.stores.retries import RetryPolicy
 from ckpt.transfer import facts
@@ -42,7 +42,7 @@ Store = Conditions | str
 DISK = "disk"
 CLOCK_SECONDS = 600.0
 """By so much the clock of a process jumps each time that it is read."""
-_workplaces: dict[int, Workplace] = {}
+_arena_writers: dict[int, ArenaWriter] = {}
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class Process:
     number: int
     clock_seconds: float
     """Its clock jumps by up to so much, forward and back, each time that it is read."""
-    lane: in_flight.Lane = field(default_factory=in_flight.Lane)
+    queue: in_flight.SaveQueue = field(default_factory=in_flight.SaveQueue)
     warned: list[Warning] = field(default_factory=list)
     looked: tuple[int, int] = (0, 0)
     """The numbers of calls, of all, at the begin and the end of its last look for another owner."""
@@ -157,18 +157,18 @@ def inside(world: World) -> Iterator[None]:
         _world = None
 
 
-class _LaneOfProcess:
-    """The lane of background saves that each process has."""
+class _QueueOfProcess:
+    """The queue of background saves that each process has."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(here().lane, name)
+        return getattr(here().queue, name)
 
 
-def _workplace() -> Workplace:
+def _arena_writer() -> ArenaWriter:
     number = here().number
-    if number not in _workplaces:
-        _workplaces[number] = Workplace()
-    return _workplaces[number]
+    if number not in _arena_writers:
+        _arena_writers[number] = ArenaWriter()
+    return _arena_writers[number]
 
 
 @contextmanager
@@ -269,7 +269,7 @@ def simulation() -> Iterator[Threads]:
             here().listed = began, len(scheduler.trace)
         return found
 
-    lane, removals = _LaneOfProcess(), WeakKeyDictionary[threading.Thread, Actor | None]()
+    queue, removals = _QueueOfProcess(), WeakKeyDictionary[threading.Thread, Actor | None]()
     for name, call in system_calls(lambda: None if _world is None else _world.disk).items():
         put(os, name, call)
     put(time, "time", now)
@@ -281,10 +281,10 @@ def simulation() -> Iterator[Threads]:
     put(threading.Thread, "join", join)
     put(ThreadPoolExecutor, "submit", submit)
     put(ckpt.stores.store, "_bucket", bucket)
-    put(ckpt.saving.background, "workplace", _workplace)
+    put(ckpt.saving.background, "arena_writer", _arena_writer)
     put(ckpt.saving.background, "place_elsewhere", lambda *_: None)
-    put(ckpt.saving.background.Folder.__init__, "__defaults__", (lane,))
-    put(in_flight, "saves", lane)
+    put(ckpt.saving.background.Folder.__init__, "__defaults__", (queue,))
+    put(in_flight, "saves", queue)
     put(Ownership, "look", look)
     put(ObjectStore, "below", below)
     put(ckpt.run.provenance, "git_revision", lambda *_: "")

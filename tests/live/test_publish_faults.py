@@ -37,7 +37,7 @@ die()
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("moment", ["workplace", "write", "end", "_commit", ""])
+@pytest.mark.parametrize("moment", ["arena_writer", "write", "end", "_commit", ""])
 def test_a_publisher_killed_in_an_update_leaves_the_last_version_to_its_readers(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: Callable[..., Any]
 ) -> None:

@@ -829,8 +829,8 @@ with ckpt.Checkpointer(f"{folder}/first", every_steps=1, keep=ckpt.Keep(last=1),
     run.restore(state)  # imports need descriptors too
     run.save(1, state)
 ckpt.read(f"{folder}/first/step-1")
-from ckpt.saving.writers import workplace
-workplace().close()
+from ckpt.saving.writers import arena_writer
+arena_writer().close()
 def limit_files(most):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
