@@ -538,7 +538,7 @@ MUTATIONS = (
     ),
     Mutation(
         "redistribute: a sender waits until its messages are read",
-        "        self._tell(told, notes)  # the answers\n",
+        "        self._send_and_receive(told, notes)  # the answers\n",
         "",
         "sharding/redistribute",
     ),

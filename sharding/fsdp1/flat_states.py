@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -54,6 +55,7 @@ from sharding.reshard.kinds import group_of, group_over, mesh_over
 from sharding.reshard.redistribute import Move, redistribute
 from sharding.torch_versions import root_mesh, side_by_side
 
+LOADING = "loading a sharded state dict"
 _grids: WeakKeyDictionary[ProcessGroup, WeakKeyDictionary[ProcessGroup, DeviceMesh]] = (
     WeakKeyDictionary()
 )
@@ -76,25 +78,45 @@ def by_rows(
     mesh: DeviceMesh | None = None,
     *,
     to_cpu: bool = False,
+    error: Exception | None = None,
 ) -> list[torch.Tensor]:
     """Returns each part's tensor as a new DTensor, of which this rank has a chunk of rows.
 
     The DTensors are over `mesh`, the argument of the parameter group's wrapper, or over a mesh of
-    the ranks that share the parameter group.
+    the ranks that share the parameter group. A failure of one of these ranks is an error on all of
+    them; `error` is one that this rank has had before, with all parts nevertheless.
     """
     results: list[torch.Tensor] = []
 
     def moves() -> Iterator[Move]:
         for part in parts:
             flat, rows = _layouts(param_group, part.index)
-            device = torch.device("cpu") if to_cpu else part.local.device
-            shape = rows.local_shape(dist.get_rank())
-            target = torch.empty(shape, dtype=part.local.dtype, device=device)
-            results.append(_wrapped(param_group, part.index, target, mesh))
-            yield Move(part.name, part.local, flat, target, rows)
+            yield Move(part.name, part.local, flat, partial(new, part, rows), rows)
 
-    redistribute(moves(), group=param_group.groups.group)
+    def new(part: FlatPart, rows: Layout) -> torch.Tensor:
+        device = torch.device("cpu") if to_cpu else part.local.device
+        shape = rows.local_shape(dist.get_rank())
+        target = torch.empty(shape, dtype=part.local.dtype, device=device)
+        results.append(_wrapped(param_group, part.index, target, mesh))
+        return target
+
+    _redistribute(param_group, moves(), "making a sharded state dict", error)
     return results
+
+
+def _redistribute(
+    param_group: FlatParamGroup, moves: Iterable[Move], stage: str, error: Exception | None = None
+) -> None:
+    """As `redistribute` over the ranks that share the parameter group, which agree on success."""
+    is_shared = param_group.groups.shard.group is not None
+    redistribute(
+        moves,
+        group=param_group.groups.group,
+        stage=stage if is_shared else None,
+        failed=None if error is None else [error],
+    )
+    if error is not None:
+        raise error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,15 +129,11 @@ class Held:
 
 def fill_parts(param_group: FlatParamGroup, pairs: Iterable[tuple[FlatPart, Held]]) -> None:
     """Fills each part with its elements of a tensor that the ranks of the group hold."""
-    redistribute(
-        (
-            Move(
-                part.name, held.local, held.layout, part.local, _layouts(param_group, part.index)[0]
-            )
-            for part, held in pairs
-        ),
-        group=param_group.groups.group,
+    moves = (
+        Move(part.name, held.local, held.layout, part.local, _layouts(param_group, part.index)[0])
+        for part, held in pairs
     )
+    _redistribute(param_group, moves, LOADING)
 
 
 def held_in_shard_group(
@@ -298,17 +316,17 @@ class RowLoading:
         ranks load different names.
         """
         param_group, keys = self.own.param_group, self.own.keys
-        flat = param_group.flat.detach().clone()
 
-        def reading() -> _Given:
-            return self._given(flat, strict, missing, errors)
+        def reading() -> tuple[torch.Tensor, _Given]:
+            flat = param_group.flat.detach().clone()
+            return flat, self._given(flat, strict, missing, errors)
 
         if param_group.groups.shard.group is None:
-            given = reading()
+            flat, given = reading()
         else:
             ranks = Ranks(param_group.groups.shard.group)
-            given, agreement = ranks.run_and_compare(
-                "reading a sharded state dict", reading, lambda each: {"parts": each.fingerprint()}
+            (flat, given), agreement = ranks.run_and_compare(
+                LOADING, reading, lambda found: {"parts": found[1].fingerprint()}
             )
             if not agreement.same["parts"]:
                 path = state_key(self.inside).rstrip(".") or "the root"
@@ -373,7 +391,8 @@ class RowLoading:
     def _fill(self, given: _Given) -> None:
         """Fills every part. All ranks that share the parameter group call this alike."""
         param_group = self.own.param_group
-        fill_parts(param_group, given.near)
+        if given.near:
+            fill_parts(param_group, given.near)
         if given.spread:
             _fill_spread(param_group, given.spread)
         for part, value in given.full:
@@ -401,7 +420,7 @@ def _fill_spread(param_group: FlatParamGroup, pairs: list[tuple[FlatPart, torch.
             found.append(Move(part.name, local, have, part.local, slices[part.index].layout))
         return found
 
-    redistribute(ranks.run_on_all("loading a sharded state dict", moves), group=own)
+    redistribute(ranks.run_on_all(LOADING, moves), group=own, stage=LOADING)
 
 
 def unsharded_as_used(value: torch.Tensor, parameter: Parameter) -> torch.Tensor:

@@ -92,8 +92,7 @@ def state_to_load(
             "the ranks load optimizers' states with other names, dtypes or layouts; give all of "
             "them the same, each its own part"
         )
-    # A rank that fails now leaves others with a TransferError, and its own error has the cause.
-    ranks.run_on_all(STAGE, lambda: redistribute(loading.moves, group=group))
+    redistribute(loading.moves, group=group, stage=STAGE)
     return loading.result
 
 

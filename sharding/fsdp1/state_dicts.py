@@ -231,21 +231,22 @@ class _Hooks:
         """Replaces the unit's parameters by DTensors, a flat one by all parameters in it."""
         for own in self._own:
             param_group = own.param_group
-            parts, names = [], []
+            parts, names, error = [], [], None
             for index, keys in enumerate(own.keys):
                 if not keys:
                     continue
                 if param_group.form.use_orig_params and not all(
                     prefix + key in state for key in keys
                 ):
-                    raise ShardingError(
+                    error = ShardingError(
                         f"{prefix}{keys[0]} is not in the state dict: a hook of a module renamed "
                         "or removed it, which a sharded state dict cannot follow; take a full one"
                     )
                 local = self._elements(param_group, index, state.get(prefix + keys[0]))
                 parts.append(FlatPart(prefix + keys[0], index, local))
                 names.append(keys)
-            values = by_rows(param_group, parts, mesh_given(self._entry_point), to_cpu=to_cpu)
+            mesh = mesh_given(self._entry_point)
+            values = by_rows(param_group, parts, mesh, to_cpu=to_cpu, error=error)
             for keys, value in zip(names, values, strict=True):
                 state.update({prefix + key: value for key in keys})
             if not param_group.form.use_orig_params:

@@ -177,6 +177,7 @@ def _take_whole_or_sharded(state: dict[str, Any], targets: dict[str, DTensor]) -
     values = [value for key in targets if isinstance(value := state.get(key), DTensor)]
     group = group_over(map(group_of, [*targets.values(), *values]))
     ranks = Ranks(group)
+    made: dict[str, torch.Tensor] = {}
 
     def planning() -> dict[str, Move]:
         moves = {}
@@ -188,8 +189,8 @@ def _take_whole_or_sharded(state: dict[str, Any], targets: dict[str, DTensor]) -
             local, want = describe(target, key, ranks.mesh)
             if have != want:
                 check_source(key, source, have, ranks.global_rank)
-                into = torch.empty(local.shape, dtype=source.dtype, device=local.device)
-                moves[key] = Move(key, source, have, into, want)
+                made[key] = torch.empty(local.shape, dtype=source.dtype, device=local.device)
+                moves[key] = Move(key, source, have, made[key], want)
         return moves
 
     stage = "reading a state dict"
@@ -199,14 +200,14 @@ def _take_whole_or_sharded(state: dict[str, Any], targets: dict[str, DTensor]) -
             "the ranks load state dicts whose divided tensors have other names, dtypes or layouts; "
             "all of them load the same, each its own part"
         )
-    ranks.run_on_all(stage, lambda: redistribute(moves.values(), group=group))
-    state.update({key: dtensor_like(targets[key], move.target) for key, move in moves.items()})
+    redistribute(moves.values(), group=group, stage=stage)
+    state.update({key: dtensor_like(targets[key], made[key]) for key in moves})
 
 
 def _mark(moves: Mapping[str, Move]) -> int:
     """Returns a hash of the tensors of which ranks send each other parts."""
     seen = [
-        (move.name, str(move.target.dtype), str(move.have), str(move.want))
+        (move.name, str(move.source.dtype), str(move.have), str(move.want))
         for move in moves.values()
         if any(not isinstance(placement, Replicate) for placement in move.have.placements)
     ]

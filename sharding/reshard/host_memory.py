@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from sharding.agreement.ranks import HASH_BITS, Ranks, message_device
-from sharding.errors import TransferError
+from sharding.errors import ShardingError, TransferError
 
 STAGE = "finding the ranks of this host"
 VARIABLE = "SHARDING_HOST_MEMORY"
@@ -107,8 +107,10 @@ def _name(number: int) -> str:
     return f"ckpt-messages-{number:016x}"
 
 
-NOTE_SIZE = 5
+NOTE_SIZE = 6
 """The elements of a note."""
+MARK = NOTE_SIZE - 1
+"""The element of a note that belongs to the caller."""
 
 
 class HostMemory:
@@ -136,20 +138,20 @@ class HostMemory:
                 self._descriptor = _new_memory(self._number, nbytes)
                 self._mine = _mapped(self._descriptor, nbytes)
             except OSError as error:
-                raise TransferError(
+                raise ShardingError(
                     f"this host gives no {nbytes:,} bytes of shared memory for messages: {error}; "
                     f"set {VARIABLE}=0 on all ranks to send messages by gloo"
                 ) from error
         return self._mine[:nbytes]
 
-    def note(self, at: int) -> torch.Tensor:
+    def note(self, at: int, mark: int = 0) -> torch.Tensor:
         """Returns the message that tells a receiver where its bytes begin."""
-        place = [os.getpid(), self._descriptor, self._number, len(self._mine), at]
+        place = [os.getpid(), self._descriptor, self._number, len(self._mine), at, mark]
         return torch.tensor(place, dtype=torch.int64)
 
     def bytes_of(self, note: torch.Tensor, nbytes: int) -> torch.Tensor:
         """Returns the bytes of a message, where its sender has packed them."""
-        process, descriptor, number, size, at = note.tolist()
+        process, descriptor, number, size, at, _ = note.tolist()
         known, memory = self._theirs.get(process, (0, self._mine))
         if known != number:
             memory = _opened(process, descriptor, number, size)

@@ -97,13 +97,17 @@ def converted(
                 results[item.name] = item.wrap(item.local)
                 continue
             shape = storage_shape(item.want, ranks.global_rank)
-            here = 0 if shape is None else shape
-            target = torch.empty(here, dtype=item.local.dtype, device=device)
-            if shape is not None:
-                results[item.name] = item.wrap(target)
+            target = partial(new, item, shape, device)
             yield Move(item.name, item.local, item.have, target, item.want)
 
-    ranks.run_on_all("moving tensors", lambda: redistribute(moves(), group=group, budget=budget))
+    def new(item: _Item, shape: tuple[int, ...] | None, device: torch.device) -> torch.Tensor:
+        here = 0 if shape is None else shape
+        target = torch.empty(here, dtype=item.local.dtype, device=device)
+        if shape is not None:
+            results[item.name] = item.wrap(target)
+        return target
+
+    redistribute(moves(), group=group, budget=budget, stage="moving tensors")
     return results
 
 

@@ -12,6 +12,9 @@ Rules:
    incoming messages of one batch.
 3. Elements that several ranks get are packed once.
 4. On one host the messages travel through shared memory (`sharding.reshard.host_memory`).
+5. A rank that fails goes on with the exchange: each of its messages has its mark in the place of
+   elements. So no rank waits for it, and the process group stays of use. A rank that gets a mark
+   passes it on. Only a message that does not come, and an interrupt, end the exchange at once.
 """
 
 from __future__ import annotations
@@ -32,13 +35,16 @@ from sharding.errors import ArgumentError, TransferError
 from sharding.layout import Layout
 from sharding.layout.box import Piece
 from sharding.layout.copies import Exchange, exchange, windows
-from sharding.reshard.host_memory import NOTE_SIZE, HostMemory
+from sharding.reshard.host_memory import MARK, NOTE_SIZE, HostMemory
 from sharding.torch_versions import movable
 
 BUDGET_BYTES = 64 << 20
 """The bytes of tensors that travel together."""
 ALIGNMENT = 16
 """The alignment of copies in a message: the size of the widest element."""
+HEADER_BYTES = ALIGNMENT
+"""In front of the elements of a message that gloo or NCCL carries: the mark (rule 5)."""
+MARK_BYTES = 8
 TAG = 1 << 15
 """The tag of all messages of this module; those of `sharding.engine.transport` are higher."""
 
@@ -51,8 +57,8 @@ class Move:
     source: torch.Tensor
     """This rank's local storage under `have`, in row-major order; empty without elements."""
     have: Layout
-    target: torch.Tensor
-    """This rank's local storage under `want`: contiguous, of the same dtype."""
+    target: torch.Tensor | Callable[[], torch.Tensor]
+    """This rank's local storage under `want`, contiguous and of the same dtype, or makes it."""
     want: Layout
 
 
@@ -63,18 +69,30 @@ def redistribute(
     group: ProcessGroup | None = None,
     budget: int = BUDGET_BYTES,
     memory: HostMemory | None = None,
+    stage: str | None = None,
+    failed: list[Exception] | None = None,
 ) -> None:
     """Fills every target with the elements of its layout.
 
-    All ranks of `group` call this. Moves are taken from the iterable batch by batch, so that their
-    targets may be made when they are needed. Sources do not change. A target may share memory only
-    with its own source, if the elements are in place already. Raises HoleError if a layout wants
-    elements that the other does not hold, TransferError if a rank does not take part in time. This
-    function does not tell other ranks of these errors. `memory`, for messages between ranks of one
-    host, may be that of several calls of one group; by default it is this call's.
+    All ranks of `group` call this. Moves are taken from the iterable batch by batch, and a target
+    that is made is made then. Sources do not change. A target may share memory only with its own
+    source, if the elements are in place already. `memory`, for messages between ranks of one host,
+    may be that of several calls of one group; by default it is this call's.
 
     Local tensors must fit their layouts. A caller that is not sure calls `local_part.check_holds`
     before, and tells the other ranks.
+
+    Args:
+        stage: the ranks agree under this name once all is moved: an error of one is one of all.
+            Without it, only the ranks with which a failed rank exchanges messages hear of it.
+        failed: errors of this rank before, with which it sends and takes nothing. An error of this
+            call is put there in the place of being raised, if there is no stage.
+
+    Raises:
+        HoleError: a layout wants elements that the other does not hold.
+        TransferError: a rank does not take part in time, or failed and exchanges messages with this
+            one; the error names it.
+        RankError: another rank failed, with a stage.
 
     >>> have, want = Layout.replicated((4,), 1), Layout.single((4,))
     >>> target = torch.zeros(4)
@@ -82,33 +100,106 @@ def redistribute(
     >>> target
     tensor([0., 1., 2., 3.])
     """
-    here = Ranks(group).global_rank
+    ranks = Ranks(group)
+    failures = _Failures(ranks.global_rank, failed[0] if failed else None)
+
+    def move(memory: HostMemory) -> None:
+        route = _Route(failures, group, memory, ranks.global_rank)
+        _move(moves, route, budget, is_agreed=stage is not None)
+        if failures.own is not None and stage is not None:
+            raise failures.own
+
     with HostMemory(group) if memory is None else nullcontext(memory) as memory:
-        _move(moves, here, group, budget, memory)
+        if stage is None:
+            move(memory)
+        else:
+            ranks.run_on_all(stage, lambda: move(memory))
+    error = failures.own or failures.heard
+    if error is not None:
+        if failed is None:
+            raise error
+        if not failed:
+            failed.append(error)
 
 
-def _move(
-    moves: Iterable[Move], here: int, group: ProcessGroup | None, budget: int, memory: HostMemory
-) -> None:
-    batch = _Batch(here, group, memory)
+class _Failures:
+    """The failure of this rank, or the one of another rank that it has heard of."""
+
+    __slots__ = ("heard", "later", "mark", "own")
+
+    def __init__(self, here: int, error: Exception | None) -> None:
+        self.own: Exception | None = None
+        self.heard: TransferError | None = None
+        self.mark = 0
+        """The rank that failed, counted from 1; 0 for none."""
+        self.later: list[torch.Tensor] = []
+        """Marks on an accelerator, which are looked at once, at the end."""
+        if error is not None:
+            self.set(error, here)
+
+    def set(self, error: Exception, here: int) -> None:
+        """Notes the first failure of this rank."""
+        if not self.mark:
+            self.own, self.mark = error, here + 1
+
+    def hear(self, marks: Iterable[torch.Tensor]) -> None:
+        """Notes the marks of messages."""
+        for mark in marks:
+            if not self.mark and (number := int(mark)):
+                self.mark = number
+                self.heard = TransferError(
+                    f"rank {number - 1} failed while tensors travelled between the ranks: its own "
+                    "error has the cause"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """The way of all messages of one exchange."""
+
+    failures: _Failures
+    group: ProcessGroup | None
+    memory: HostMemory
+    here: int
+
+
+def _move(moves: Iterable[Move], route: _Route, budget: int, is_agreed: bool) -> None:
+    """Runs all batches; a failure of this rank is noted, so that the exchange goes on (rule 5).
+
+    `is_agreed` tells whether the ranks agree afterwards, which answers the messages in memory.
+    """
+    failures, here = route.failures, route.here
+    batch = _Batch(route)
     for move in moves:
-        itemsize, numel = move.target.itemsize, move.have.numel
+        source = target = None
+        itemsize, numel = move.source.itemsize, move.have.numel
         if batch.nbytes + numel * itemsize > budget:
             batch.run()
-            batch = _Batch(here, group, memory)
-        if not move.target.is_contiguous():
-            raise ArgumentError(f"{move.name}: the target is not contiguous in memory")
+            batch = _Batch(route)
+        if not failures.mark:
+            try:
+                source, target = _storage_of(move)
+            except Exception as error:
+                failures.set(error, here)
         plan = exchange(move.have, move.want, here)
-        source, target = _flat(move.source.resolve_conj().resolve_neg()), _flat(move.target)
         if numel * itemsize <= budget:
-            batch.add(plan, source, target, numel * itemsize)
+            batch.add(plan, source, target, numel * itemsize, itemsize)
             continue
         for window in windows(move.have.shape, max(1, budget // itemsize)):
             if batch.nbytes + window.numel * itemsize > budget:
                 batch.run()
-                batch = _Batch(here, group, memory)
-            batch.add(plan.within(window), source, target, window.numel * itemsize)
-    batch.run()
+                batch = _Batch(route)
+            batch.add(plan.within(window), source, target, window.numel * itemsize, itemsize)
+    batch.run(is_last=is_agreed)
+    failures.hear(failures.later)
+
+
+def _storage_of(move: Move) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the elements of source and target, flat; makes the target."""
+    target = move.target if isinstance(move.target, torch.Tensor) else move.target()
+    if not target.is_contiguous():
+        raise ArgumentError(f"{move.name}: the target is not contiguous in memory")
+    return _flat(move.source.resolve_conj().resolve_neg()), _flat(target)
 
 
 def _flat(local: torch.Tensor) -> torch.Tensor:
@@ -120,69 +211,116 @@ def _flat(local: torch.Tensor) -> torch.Tensor:
 class _Message:
     """The parts that travel from one rank to another, end to end."""
 
+    nbytes: int = 0
+    """Of all parts, with padding."""
     parts: list[torch.Tensor] = field(default_factory=list)
+    """Incomplete once this rank has failed."""
     places: list[tuple[int, Piece]] = field(default_factory=list)
-    """For each part: the index of its tensor in the batch, and its piece."""
+    """For each part that is sent: the index of its tensor in the batch, and its piece."""
 
 
 class _Batch:
     """Tensors that travel together."""
 
-    def __init__(self, here: int, group: ProcessGroup | None, memory: HostMemory) -> None:
+    def __init__(self, route: _Route) -> None:
         self.nbytes = 0
-        self._memory = memory
+        self._route = route
+        self._failures = route.failures
         self._tensors = 0
-        self._here = here
-        self._group = group
         self._out: dict[int, _Message] = {}
         self._in: dict[int, _Message] = {}
 
-    def add(self, plan: Exchange, source: torch.Tensor, target: torch.Tensor, nbytes: int) -> None:
-        """Adds a move; copies elements that this rank has itself at once."""
+    def add(
+        self,
+        plan: Exchange,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        nbytes: int,
+        itemsize: int,
+    ) -> None:
+        """Adds a move; copies elements that this rank has itself at once.
+
+        A rank that has failed has no tensors, and adds the messages alone.
+        """
         self.nbytes += nbytes
         self._tensors += 1
+        here = self._route.here
         for copy in plan.receives:
-            place = _view(target, copy.target)
-            if copy.source_rank == self._here:
-                own = _view(source, copy.source)
-                if own.data_ptr() != place.data_ptr():
-                    movable(place).copy_(movable(own))
-            else:
-                self._in.setdefault(copy.source_rank, _Message()).parts.append(place)
+            place = None if target is None else _view(target, copy.target)
+            if copy.source_rank == here:
+                if source is not None and place is not None:
+                    self._copy(_view(source, copy.source), place)
+                continue
+            message = self._in.setdefault(copy.source_rank, _Message())
+            message.nbytes += _padded(copy.target.box.numel * itemsize)
+            if place is not None:
+                message.parts.append(place)
         for copy in plan.sends:
             message = self._out.setdefault(copy.target_rank, _Message())
-            message.parts.append(_view(source, copy.source))
-            message.places.append((self._tensors, copy.source))
+            message.nbytes += _padded(copy.source.box.numel * itemsize)
+            if source is not None:
+                message.parts.append(_view(source, copy.source))
+                message.places.append((self._tensors, copy.source))
 
-    def run(self) -> None:
-        """Sends, receives, and puts received elements into their places. Waits."""
+    def _copy(self, own: torch.Tensor, place: torch.Tensor) -> None:
+        if own.data_ptr() == place.data_ptr():
+            return
+        try:
+            movable(place).copy_(movable(own))
+        except Exception as error:
+            self._failures.set(error, self._route.here)
+
+    def run(self, is_last: bool = False) -> None:
+        """Sends, receives, and puts received elements into their places. Waits.
+
+        `is_last` tells that the ranks agree next.
+        """
         if not self._out and not self._in:
             return
-        if self._memory.is_shared:
-            self._run_in_memory()
+        if self._route.memory.is_shared:
+            self._run_in_memory(is_last)
             return
-        device = message_device(self._group)
-        messages = []
-        incoming = {}
-        for source, message in self._in.items():
-            size = sum(map(_padded_bytes, message.parts))
-            incoming[source] = torch.empty(size, dtype=torch.uint8, device=device)
-            messages.append(self._message(dist.irecv, incoming[source], source))
-        packed: dict[tuple[tuple[int, Piece], ...], torch.Tensor] = {}
-        for target, message in self._out.items():
-            places = tuple(message.places)
-            if places not in packed:
-                packed[places] = _packed(message.parts, device)
-            messages.append(self._message(dist.isend, packed[places], target))
+        failures, device = self._failures, message_device(self._route.group)
+        incoming = {
+            rank: torch.empty(HEADER_BYTES + message.nbytes, dtype=torch.uint8, device=device)
+            for rank, message in self._in.items()
+        }
+        outgoing = self._packed(device)
+        marks = [_mark_of(buffer) for buffer in incoming.values()]
         if device.type == "cpu":
-            _exchange(self._group, messages)
+            self._send_and_receive(incoming, outgoing)
+            failures.hear(marks)
         else:
-            _exchange_on_stream(messages)
-        for source, message in self._in.items():
-            _unpack(incoming[source], message.parts)
+            _exchange_on_stream(self._messages(incoming, outgoing))
+            failures.later += marks
+        self._take(lambda rank: incoming[rank][HEADER_BYTES:])
 
-    def _run_in_memory(self) -> None:
+    def _packed(self, device: torch.device) -> dict[int, torch.Tensor]:
+        """Returns the messages by receiver; of a rank that has failed, its mark alone (rule 5)."""
+        failures = self._failures
+        packed: dict[tuple[tuple[int, Piece], ...], torch.Tensor] = {}
+        found: dict[int, torch.Tensor] = {}
+        if not failures.mark:
+            try:
+                for rank, message in self._out.items():
+                    places = tuple(message.places)
+                    if places not in packed:
+                        packed[places] = _new_message(message.nbytes, 0, device)
+                        _pack(packed[places][HEADER_BYTES:], message.parts)
+                    found[rank] = packed[places]
+                return found
+            except Exception as error:
+                failures.set(error, self._route.here)
+        # gloo takes a shorter message in the place of a longer one; NCCL waits for all bytes.
+        is_short = device.type == "cpu"
+        return {
+            rank: _new_message(0 if is_short else message.nbytes, failures.mark, device)
+            for rank, message in self._out.items()
+        }
+
+    def _run_in_memory(self, is_last: bool) -> None:
         """As `run`: packs into memory, tells the receivers, and waits until they have answered."""
+        failures, memory = self._failures, self._route.memory
         starts: dict[tuple[tuple[int, Piece], ...], int] = {}
         parts: list[torch.Tensor] = []
         end = 0
@@ -191,30 +329,50 @@ class _Batch:
             if places not in starts:
                 starts[places] = end
                 parts += message.parts
-                end += sum(map(_padded_bytes, message.parts))
-        _pack(self._memory.reserve(end), parts)
+                end += message.nbytes
+        if not failures.mark:
+            try:
+                _pack(memory.reserve(end), parts)
+            except Exception as error:
+                failures.set(error, self._route.here)
         notes = {source: torch.empty(NOTE_SIZE, dtype=torch.int64) for source in self._in}
         told = {
-            target: self._memory.note(starts[tuple(message.places)])
+            target: memory.note(starts[tuple(message.places)], failures.mark)
             for target, message in self._out.items()
         }
-        self._tell(notes, told)
-        for source, message in self._in.items():
-            nbytes = sum(map(_padded_bytes, message.parts))
-            _unpack(self._memory.bytes_of(notes[source], nbytes), message.parts)
-        self._tell(told, notes)  # the answers
+        self._send_and_receive(notes, told)
+        failures.hear([note[MARK] for note in notes.values()])
+        self._take(lambda rank: memory.bytes_of(notes[rank], self._in[rank].nbytes))
+        if is_last:
+            return  # the agreement of the ranks is the answer
+        for note in notes.values():
+            note[MARK] = failures.mark
+        self._send_and_receive(told, notes)  # the answers
+        failures.hear([answer[MARK] for answer in told.values()])
 
-    def _tell(
+    def _take(self, bytes_from: Callable[[int], torch.Tensor]) -> None:
+        """Puts received elements into their places, unless a rank has failed."""
+        try:
+            for rank, message in self._in.items():
+                if self._failures.mark:
+                    return
+                _unpack(bytes_from(rank), message.parts)
+        except Exception as error:
+            self._failures.set(error, self._route.here)
+
+    def _send_and_receive(
         self, incoming: Mapping[int, torch.Tensor], outgoing: Mapping[int, torch.Tensor]
     ) -> None:
-        receives = [self._message(dist.irecv, one, rank) for rank, one in incoming.items()]
-        sends = [self._message(dist.isend, one, rank) for rank, one in outgoing.items()]
-        _exchange(self._group, [*receives, *sends])
+        _exchange(self._route.group, self._messages(incoming, outgoing))
 
-    def _message(
-        self, operation: Callable[..., object], buffer: torch.Tensor, other: int
-    ) -> dist.P2POp:
-        return dist.P2POp(operation, buffer, other, self._group, TAG)
+    def _messages(
+        self, incoming: Mapping[int, torch.Tensor], outgoing: Mapping[int, torch.Tensor]
+    ) -> list[dist.P2POp]:
+        return [
+            dist.P2POp(operation, buffer, other, self._route.group, TAG)
+            for operation, buffers in ((dist.irecv, incoming), (dist.isend, outgoing))
+            for other, buffer in buffers.items()
+        ]
 
 
 def _exchange(group: ProcessGroup | None, messages: Sequence[dist.P2POp]) -> None:
@@ -257,9 +415,9 @@ def _view(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
     return flat.as_strided(piece.box.shape, piece.strides, at)
 
 
-def _padded_bytes(part: torch.Tensor) -> int:
+def _padded(nbytes: int) -> int:
     """Returns the bytes of a part in a message, with padding."""
-    return -(-part.numel() * part.itemsize // ALIGNMENT) * ALIGNMENT
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _places(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -268,13 +426,18 @@ def _places(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterator[to
     for part in parts:
         nbytes = part.numel() * part.itemsize
         yield message[at : at + nbytes].view(part.dtype).view(part.shape)
-        at += _padded_bytes(part)
+        at += _padded(nbytes)
 
 
-def _packed(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    message = torch.empty(sum(map(_padded_bytes, parts)), dtype=torch.uint8, device=device)
-    _pack(message, parts)
+def _new_message(nbytes: int, mark: int, device: torch.device) -> torch.Tensor:
+    """Returns memory for a message of so many bytes behind the header, which has the mark."""
+    message = torch.empty(HEADER_BYTES + nbytes, dtype=torch.uint8, device=device)
+    _mark_of(message).fill_(mark)
     return message
+
+
+def _mark_of(message: torch.Tensor) -> torch.Tensor:
+    return message[:MARK_BYTES].view(torch.int64)
 
 
 def _pack(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from sharding.agreement.ranks import Ranks
-from sharding.errors import ArgumentError, TransferError
+from sharding.errors import ArgumentError, ShardingError, TransferError
 from sharding.layout import (
     FlatShard,
     Layout,
@@ -133,6 +133,46 @@ def keeps_nothing() -> list[bool]:
     return [len(os.listdir("/proc/self/fd")) == descriptors, not is_left]
 
 
+def full() -> torch.Tensor:
+    raise MemoryError("no memory for the target")
+
+
+def fails_on_one_rank(way: str, stage: str | None, budget: int) -> tuple[str, str, bool]:
+    """The error on each rank if rank 1 has no memory for a target, and whether the group lives."""
+    rank, group = dist.get_rank(), group_of(way)
+    mesh = Mesh.grid(("dp",), (dist.get_world_size(),))
+    have, want = Layout((6,), mesh, (Shard(0),)), Layout((6,), mesh, (Only(0),))
+    targets = [torch.zeros(6 if rank == 0 else 0) for _ in range(3)]
+    moves = [
+        Move(f"{number}", torch.ones(2), have, full if (rank, number) == (1, 1) else target, want)
+        for number, target in enumerate(targets)
+    ]
+    try:
+        redistribute(moves, group=group, stage=stage, budget=budget)
+        said = ("", "")
+    except Exception as error:
+        said = (type(error).__name__, str(error))
+    dist.all_reduce(total := torch.ones(()), group=group)
+    return *said, total.item() == dist.get_world_size()
+
+
+@pytest.mark.parametrize("budget", [24, 1 << 20])
+@pytest.mark.parametrize("way", ["memory", "gloo"])
+def test_a_rank_that_fails_lets_no_other_wait_and_all_that_agree_hear_its_number(
+    clusters: Callable[[int], Any], way: str, budget: int
+) -> None:
+    first, second, third = clusters(3).run(fails_on_one_rank, way, "moving", budget)
+    assert second == ("MemoryError", "no memory for the target", True)
+    for one in (first, third):
+        assert one[0] == "RankError"
+        assert one[1].startswith("moving failed on rank 1 with MemoryError")
+        assert one[2]
+    first, second, _ = clusters(3).run(fails_on_one_rank, way, None, budget)
+    assert first[0] == "TransferError"
+    assert first[1].startswith("rank 1 failed")
+    assert second == ("MemoryError", "no memory for the target", True)
+
+
 def keeps_nothing_of_a_failed_call() -> bool:
     """On each rank: whether no memory is left while the error is at hand."""
     group, have = group_of("memory"), Layout((8,), LINE, (Shard(0),))
@@ -229,7 +269,7 @@ def test_no_other_file_is_read_in_the_place_of_memory() -> None:
 def test_a_host_without_memory_for_messages_is_named() -> None:
     with HostMemory(None) as memory, largest_file(4096):
         with pytest.raises(
-            TransferError, match=r"no 5,000 bytes of .*; set SHARDING_HOST_MEMORY=0"
+            ShardingError, match=r"no 5,000 bytes of .*; set SHARDING_HOST_MEMORY=0"
         ):
             memory.reserve(5000)
         assert len(memory.reserve(4096)) == 4096

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from sharding import (
 from sharding.describe.local_state_dicts import FLAT_PARAMETERS, local_parts
 from sharding.describe.members import LocalPart
 from sharding.engine.parameter import UnshardedBuffer
+from sharding.errors import CkptError
 from sharding.wrap import ModuleWrapPolicy
 from tests.conftest import RankFailed
 from tests.networks import ScaledBlock
@@ -40,6 +42,7 @@ from tests.sharding.state_dict_forms import (
     in_form,
     whole,
 )
+from tests.sharding.test_redistribute import largest_file
 from tests.traffic import received_while
 
 FSDP = FullyShardedDataParallel
@@ -860,6 +863,47 @@ def interrupted(form: str) -> None:
         model.state_dict()
     hook.remove()
     assert_state(model.state_dict(), network().state_dict())
+
+
+def failing_in_the_move(form: str) -> list[tuple[str, str]]:
+    """The errors of sharded state dicts of which rank 1 cannot move its part."""
+    models = [wrapped(form, seed) for seed in (0, 1)]
+    is_it, found = dist.get_rank() == 1, []
+
+    def noting(action: Callable[[], Any]) -> None:
+        with pytest.raises(CkptError) as caught, largest_file(0 if is_it else 1 << 30):
+            action()
+        found.append((type(caught.value).__name__, str(caught.value)))
+
+    with FSDP.state_dict_type(models[0], SHARDED), FSDP.state_dict_type(models[1], SHARDED):
+        state = models[0].state_dict()
+        noting(models[0].state_dict)
+        noting(lambda: models[1].load_state_dict(state))
+        if form == "original" and is_it:
+            hook = models[0].blocks[1].up._register_state_dict_hook(drop)
+        if form == "original":
+            noting(models[0].state_dict)
+        if form == "original" and is_it:
+            hook.remove()
+        assert_state(models[0].state_dict(), network().state_dict())  # the group is of use
+        models[1].load_state_dict(models[0].state_dict())
+        assert_state(models[1].state_dict(), network().state_dict())
+    return found
+
+
+def drop(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    del state[f"{prefix}weight"]
+
+
+@pytest.mark.parametrize("form", FLAT_FORMS)
+def test_a_rank_that_fails_in_the_move_of_a_sharded_one_is_told_on_all_at_once(
+    clusters: Any, form: str
+) -> None:
+    first, second = clusters(2).run(failing_in_the_move, form)
+    for (name, text), (own, cause) in zip(first, second, strict=True):
+        assert (name, own) == ("RankError", "ShardingError")
+        assert "failed on rank 1 with ShardingError" in text
+        assert cause in text
 
 
 @pytest.mark.parametrize("form", FLAT_FORMS)
