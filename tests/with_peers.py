@@ -1,6 +1,6 @@
 """The tests beside large libraries of other formats, in an environment that has them.
 
-    python tests/with_peers.py                        tests/peers
+    python tests/with_peers.py                        tests/peers, optimizers of libraries
     python tests/with_peers.py tests/peers/test_deepspeed.py -x
 
 The environment is built once, in `.venvs/peers`, from the extras `test` and `peers`; PYTHON names
@@ -16,6 +16,7 @@ import sys
 from versions import ENVIRONMENTS, ROOT, create
 
 FOLDER = ENVIRONMENTS / "peers"
+ORACLE = ["tests/oracle/test_oracle.py::test_every_optimizer_of_a_library_goes_on_by_every_way"]
 
 
 def main() -> int:
@@ -25,7 +26,7 @@ def main() -> int:
     pins = (ROOT / "constraints.txt").read_text()
     create(FOLDER, os.environ.get("PYTHON", sys.executable), pins, "test,peers")
     program = [str(FOLDER / "bin" / "python"), "-m", "pytest", "-m", "", "-p", "no:cacheprovider"]
-    arguments = sys.argv[1:] or ["tests/peers"]
+    arguments = sys.argv[1:] or ["tests/peers", *ORACLE]
     environment = {**os.environ, "CKPT_PEERS_REQUIRED": "1"}
     return subprocess.run(program + arguments, cwd=ROOT, env=environment, check=False).returncode
 

@@ -154,7 +154,7 @@ class LoadRun:
         """
         failed: list[Exception] = []
         with HostMemory(self.group) as memory:
-            self._redistribute(map(self._share, plan.exchanges), budget // 2, memory)
+            self._redistribute(map(self._share, plan.exchanges), budget // 2, memory, failed)
             for scatter_round in plan.scatter_rounds:
                 self._scatter(scatter_round, source, plan.names, failed, memory)
         if failed:
@@ -168,17 +168,18 @@ class LoadRun:
         target is an error once all ranks have what they wait for.
         """
         errors: list[Exception] = []
+        failed: list[Exception] = []
         with HostMemory(self.group) as memory:
             for batch in plan.peer_moves:
                 staged: list[tuple[str, torch.Tensor, torch.Tensor]] = []
                 moves = (self._from_peers(move, sources[move.name], staged) for move in batch)
-                self._redistribute(moves, budget, memory)
+                self._redistribute(moves, budget, memory, failed)
                 for name, target, into in staged:
-                    if not errors:
+                    if not errors and not failed:
                         _, error = result_or_error(partial(self._cast, name, into, target))
                         errors += [] if error is None else [error]
-        if errors:
-            raise errors[0]
+        if failed or errors:
+            raise (failed or errors)[0]
 
     def _cast(self, name: str, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copies into a tensor of perhaps another dtype.
@@ -194,8 +195,10 @@ class LoadRun:
         except UnsupportedError as error:
             raise ArgumentError(f"dtype='target': {error}") from None  # nothing is damaged
 
-    def _redistribute(self, moves: Iterable[Move], budget: int, memory: HostMemory) -> None:
-        redistribute(moves, group=self.group, budget=budget, memory=memory)
+    def _redistribute(
+        self, moves: Iterable[Move], budget: int, memory: HostMemory, failed: list[Exception]
+    ) -> None:
+        redistribute(moves, group=self.group, budget=budget, memory=memory, failed=failed)
 
     def _share(self, move: TensorMove) -> Move:
         """Returns a move from this rank's share of a target into the whole target."""
@@ -228,7 +231,7 @@ class LoadRun:
                 failed.append(error)
         first = 0
         for count, nbytes in scatter_round.sends:
-            self._redistribute(moves[first : first + count], nbytes, memory)
+            self._redistribute(moves[first : first + count], nbytes, memory, failed)
             first += count
 
     def _from_peers(
@@ -237,14 +240,16 @@ class LoadRun:
         held: torch.Tensor,
         staged: list[tuple[str, torch.Tensor, torch.Tensor]],
     ) -> Move:
-        if move.target == NOWHERE:
-            into = held.new_empty(0)
-        else:
+        def new() -> torch.Tensor:
+            if move.target == NOWHERE:
+                return held.new_empty(0)
             into = local = self.targets[move.target].local
             if local.dtype != held.dtype or not local.is_contiguous() or is_conj_or_neg(local):
                 into = torch.empty(local.shape, dtype=held.dtype, device=local.device)
                 staged.append((move.name, local, into))
-        return Move(move.name, held, move.have, into, move.want)
+            return into
+
+        return Move(move.name, held, move.have, new, move.want)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from sharding.engine.parameter import (
     as_dtensor,
     local_of,
     pack,
+    sees_what_is_set,
 )
 from sharding.engine.reduction import AllGather, ReduceScatters, Reduction
 from sharding.engine.transport import NoGather, PendingAllGather
@@ -444,8 +445,7 @@ class FlatParamGroup(ParamGroup):
 
     def _set(self, parameter: Parameter, tensor: torch.Tensor) -> None:
         for module, attribute in parameter.owners:
-            is_plain = type(module).__setattr__ is nn.Module.__setattr__
-            if not (is_plain or self.form.unsafe_setattr):
+            if sees_what_is_set(module) and not self.form.unsafe_setattr:
                 setattr(module, attribute, tensor)
             elif self.form.use_orig_params:
                 module._parameters[attribute] = tensor  # type: ignore[assignment]

@@ -61,10 +61,22 @@ class Parameter:
     def place(self, tensor: torch.Tensor) -> None:
         """Puts the sharded or the unsharded parameter into its modules."""
         for module, attribute in self.owners:
-            if type(module).__setattr__ is nn.Module.__setattr__:
-                module._parameters[attribute] = tensor  # type: ignore[assignment]
-            else:  # nn.LSTM, for example, keeps a list of its parameters
+            if sees_what_is_set(module):
                 setattr(module, attribute, tensor)
+            else:
+                module._parameters[attribute] = tensor  # type: ignore[assignment]
+
+
+def sees_what_is_set(module: nn.Module) -> bool:
+    """Whether the module's class has a `__setattr__` of its own, as nn.LSTM has.
+
+    That of a compiled module hands all names on to the module inside, which would have the
+    wrapper's own parameters as well.
+    """
+    setter = type(module).__setattr__
+    if setter is nn.Module.__setattr__:
+        return False
+    return getattr(setter, "__module__", None) != "torch._dynamo.eval_frame"
 
 
 @dataclass(frozen=True, slots=True)

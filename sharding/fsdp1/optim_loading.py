@@ -182,7 +182,7 @@ class _Loading:
 
     def fingerprint(self) -> int:
         """Returns a hash that is equal on ranks that agree."""
-        seen = [(m.name, m.target.dtype, str(m.have), str(m.want)) for m in self.moves]
+        seen = [(m.name, m.source.dtype, str(m.have), str(m.want)) for m in self.moves]
         return crc32(repr(seen).encode())
 
     def _check_complete(

@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from sharding.engine.flat_param_group import FlatParamGroup, flat_param_groups
-from sharding.engine.parameter import UnshardedBuffer, local_of
+from sharding.engine.parameter import UnshardedBuffer, local_of, sees_what_is_set
 from sharding.engine.runtime import is_running
 from sharding.engine.unit import Unit, Whole, units_of
 from sharding.errors import MisuseError, TorchAssertionError
@@ -133,10 +133,10 @@ class UnshardedParameters:
         for parameter, unsharded in zip(param_group.parameters, self._shown, strict=True):
             for module, attribute in parameter.owners:
                 module.__dict__.pop(attribute, None)
-                if type(module).__setattr__ is nn.Module.__setattr__:
-                    module._parameters[attribute] = unsharded
-                else:  # nn.LSTM, for example, keeps a list of its parameters
+                if sees_what_is_set(module):
                     setattr(module, attribute, unsharded)
+                else:
+                    module._parameters[attribute] = unsharded
         for module, keys in param_group.keys.items():
             given = dict(module._parameters)
             module._parameters.clear()

@@ -2,13 +2,13 @@
 
 `OPTIMIZERS` makes one from parameter groups; `GROUPINGS` makes modules and the groups of their
 parameters. Both are functions of their arguments alone, so that a resumed run can be compared with
-one that went on. Optimizers of libraries that are not installed are left out.
+one that went on. `LIBRARIES` has the optimizers of libraries, which may be absent.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -36,6 +36,8 @@ def _torch() -> dict[str, Make]:
         "Adam, fused": lambda g: o.Adam(g, fused=True),
         "Adam, rate in a tensor": lambda g: o.Adam(g, lr=torch.tensor(0.01), foreach=False),
         "Adam, maximize": lambda g: o.Adam(g, maximize=True),
+        "Adagrad, fused": lambda g: o.Adagrad(g, fused=True),
+        "AdamW, fused": lambda g: o.AdamW(g, fused=True, amsgrad=True),
         "AdamW": lambda g: o.AdamW(g),
         "AdamW, amsgrad": lambda g: o.AdamW(g, amsgrad=True),
         "AdamW, betas in tensors": lambda g: o.AdamW(
@@ -43,16 +45,21 @@ def _torch() -> dict[str, Make]:
         ),
         "Adamax": lambda g: o.Adamax(g),
         "ASGD": lambda g: o.ASGD(g),
+        "ASGD, foreach": lambda g: o.ASGD(g, foreach=True, maximize=True),
         "NAdam": lambda g: o.NAdam(g),
-        "NAdam, decoupled": lambda g: o.NAdam(g, decoupled_weight_decay=True),
+        "NAdam, decoupled": lambda g: o.NAdam(g, decoupled_weight_decay=True, foreach=True),
         "RAdam": lambda g: o.RAdam(g),
+        "RAdam, decoupled": lambda g: o.RAdam(g, decoupled_weight_decay=True, foreach=True),
         "RMSprop": lambda g: o.RMSprop(g),
         "RMSprop, centered": lambda g: o.RMSprop(g, centered=True, momentum=0.5),
         "Rprop": lambda g: o.Rprop(g),
+        "Rprop, maximize": lambda g: o.Rprop(g, maximize=True),
         "SGD": lambda g: o.SGD(g),
         "SGD, momentum": lambda g: o.SGD(g, momentum=0.9),
         "SGD, nesterov": lambda g: o.SGD(g, lr=0.1, momentum=0.9, nesterov=True),
         "SGD, foreach": lambda g: o.SGD(g, momentum=0.9, dampening=0.1, foreach=True),
+        "SGD, fused": lambda g: o.SGD(g, momentum=0.9, fused=True),
+        "SparseAdam": lambda g: o.SparseAdam(g),
     }
     if hasattr(o, "Muon"):
         made["Muon"] = lambda g: o.Muon([_matrices(group) for group in g])
@@ -69,29 +76,51 @@ def _of(module: str, name: str, **options: Any) -> Make:
     return lambda groups: getattr(import_module(module), name)(groups, **options)
 
 
-def _libraries() -> dict[str, Make]:
-    found: dict[str, Make] = {}
-    if find_spec("transformers") is not None:
-        fixed = {"lr": 1e-3, "relative_step": False, "scale_parameter": False, "beta1": 0.9}
-        of = "transformers.optimization"
-        found["transformers Adafactor"] = _of(of, "Adafactor")
-        found["transformers Adafactor, fixed rate"] = _of(of, "Adafactor", **fixed)
-    if find_spec("pytorch_optimizer") is not None:
-        for name in (
+def _named(library: str, module: str, names: Sequence[str], **options: Any) -> dict[str, Make]:
+    return {f"{library} {name}": _of(module, name, **options) for name in names}
+
+
+LIBRARIES: dict[str, dict[str, Make]] = {
+    "transformers": {
+        "transformers Adafactor": _of("transformers.optimization", "Adafactor"),
+        "transformers Adafactor, fixed rate": _of(
+            *("transformers.optimization", "Adafactor"),
+            lr=1e-3,
+            relative_step=False,
+            scale_parameter=False,
+            beta1=0.9,
+        ),
+    },
+    "pytorch_optimizer": _named(
+        *("pytorch_optimizer", "pytorch_optimizer"),
+        (
             *("AdaBelief", "AdaBound", "Adan", "ADOPT", "Amos", "CAME", "DAdaptAdam", "GaLore"),
             *("LAMB", "LARS", "Lion", "Prodigy", "Ranger21", "ScheduleFreeAdamW", "Shampoo"),
             *("SOAP", "SophiaH", "StableAdamW", "Tiger", "Yogi"),
-        ):
-            found[f"pytorch_optimizer {name}"] = _of("pytorch_optimizer", name)
-    if find_spec("torchao") is not None:
-        for name in ("AdamW8bit", "AdamW4bit"):
-            found[f"torchao {name}"] = _of("torchao.optim", name)
-    return found
-
-
-LIBRARIES = ("transformers", "pytorch_optimizer", "torchao")
-"""The first words of the names of optimizers that no torch has."""
-OPTIMIZERS: dict[str, Make] = {**_torch(), **_libraries()}
+        ),
+    ),
+    "torchao": _named("torchao", "torchao.optim", ("Adam8bit", "AdamW8bit", "AdamW4bit")),
+    "bitsandbytes": {
+        # Without the option these small parameters have moments of 32 bits.
+        **_named(
+            *("bitsandbytes", "bitsandbytes.optim", ("AdamW8bit", "Lion8bit", "RMSprop8bit")),
+            min_8bit_size=1,
+        ),
+        **_named("bitsandbytes", "bitsandbytes.optim", ("AdamW", "AdEMAMix", "Lion")),
+        **_named("bitsandbytes", "bitsandbytes.optim", ("LAMB", "Adagrad")),
+        **_named("bitsandbytes", "bitsandbytes.optim", ("LARS", "SGD"), lr=0.1, momentum=0.9),
+    },
+}
+"""By library: its optimizers by name, which begins with the library's."""
+INSTALLED = {
+    name: make
+    for library, optimizers in LIBRARIES.items()
+    if find_spec(library) is not None
+    for name, make in optimizers.items()
+}
+"""The optimizers of libraries that are here."""
+OPTIMIZERS: dict[str, Make] = _torch()
+"""Torch's, but for those that take one group."""
 NEEDS_ONE_GROUP: dict[str, Make] = {
     "LBFGS": lambda g: torch.optim.LBFGS(g, max_iter=2, history_size=2),
 }
@@ -181,7 +210,7 @@ class Training:
         if form is not None:  # the form replaces the parameters
             self.modules = {name: form(module) for name, module in self.modules.items()}
             groups = [{"params": [p for m in self.modules.values() for p in m.parameters()]}]
-        make = OPTIMIZERS.get(optimizer) or NEEDS_ONE_GROUP[optimizer]
+        make = {**OPTIMIZERS, **INSTALLED, **NEEDS_ONE_GROUP}[optimizer]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.optim = make(groups)
@@ -198,6 +227,8 @@ class Training:
         drawn = torch.Generator().manual_seed(number)
         for position, p in enumerate(self.parameters):
             gradient = torch.randn(p.shape, generator=drawn)
+            if isinstance(self.optim, torch.optim.SparseAdam):
+                gradient = gradient.to_sparse()
             p.grad = None if position in self.grouping.untrained else divided(gradient, p)
         for group in self.optim.param_groups:  # as a scheduler or a program does
             if isinstance(group["lr"], Tensor):

@@ -18,7 +18,13 @@ from typing import Any
 
 from tests.conftest import Cluster, RankDied, RankFailed, RankServer
 from tests.oracle import ranks, test_oracle, ways
-from tests.oracle.optimizers import GROUPINGS, NEEDS_ONE_GROUP, OPTIMIZERS, SCHEDULERS
+from tests.oracle.optimizers import (
+    GROUPINGS,
+    INSTALLED,
+    NEEDS_ONE_GROUP,
+    OPTIMIZERS,
+    SCHEDULERS,
+)
 from tests.oracle.zoo import ENTRIES
 
 Cells = dict[tuple[str, str], list[str]]
@@ -34,7 +40,7 @@ def modules(folder: Callable[[], Path]) -> Iterator[Cells]:
 def optimizers(folder: Callable[[], Path]) -> Iterator[Cells]:
     for grouping in GROUPINGS:
         several = NEEDS_ONE_GROUP if grouping in test_oracle.SINGLE_GROUPS else {}
-        for name in {**OPTIMIZERS, **several}:
+        for name in {**OPTIMIZERS, **INSTALLED, **several}:
             for way in ways.OPTIMIZER_WAYS:
                 for is_used in (False, True):
                     found = ways.optimizer_cell(name, grouping, way, is_used, folder())
@@ -76,7 +82,8 @@ def on_ranks(folder: Callable[[], Path], every: bool = False) -> Iterator[Cells]
 
     yield from product(list(ranks.FORMS), ranks.save_objects, ranks.load_objects, list(ENTRIES))
     yield from product(
-        list(test_oracle.TRAINED), ranks.save_trainings, ranks.load_trainings, list(OPTIMIZERS)
+        *(list(test_oracle.TRAINED), ranks.save_trainings, ranks.load_trainings),
+        list({**OPTIMIZERS, **INSTALLED}),
     )
     for each in running.values():
         each.close()

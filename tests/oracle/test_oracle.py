@@ -20,6 +20,7 @@ from tests.conftest import Cluster
 from tests.oracle import ranks, ways
 from tests.oracle.optimizers import (
     GROUPINGS,
+    INSTALLED,
     LIBRARIES,
     NEEDS_ONE_GROUP,
     OPTIMIZERS,
@@ -46,7 +47,7 @@ KNOWN: dict[tuple[str, str], str] = {
     ("own save and load", "*FSDP*"): "a method that reads a divided parameter is refused",
     ("hooks that rename", "*FSDP*"): "the hook's own KeyError: flat parameters have other keys",
     ("hook that adds a key", "*fully_shard*"): "the hook makes a partial DTensor, which is refused",
-    ("compiled with own entries", "*fully_shard*"): "its class shows its own entries twice",
+    ("compiled with own entries", "*torch fully_shard*"): "torch sets its entries twice",
     (
         "own state_dict and load_state_dict",
         "* on *",
@@ -74,8 +75,6 @@ def part(names: Sequence[str], key: str, quick: int, full: int = 2) -> list[str]
     and the slow tests the whole product.
     """
     of = quick if selection.is_quick else full
-    if selection.is_quick:  # whose import takes seconds
-        names = [name for name in names if not name.startswith(LIBRARIES)]
     return [name for name in names if crc32(f"{name}|{key}".encode()) % of == 0]
 
 
@@ -137,7 +136,7 @@ def test_every_optimizer_goes_on_as_after_torchs_own_load(grouping: str, tmp_pat
         turn = crc32(f"{name} {grouping}".encode())
         way = list(ways.OPTIMIZER_WAYS)[turn % len(ways.OPTIMIZER_WAYS)]
         of = 4 if selection.is_quick else 2  # the slow test has them all
-        if turn // 8 % of or (selection.is_quick and name.startswith(LIBRARIES)):
+        if turn // 8 % of:
             continue
         folder = own_folder(tmp_path, number)
         found = ways.optimizer_cell(name, grouping, way, bool(turn // 4 % 2), folder)
@@ -159,6 +158,26 @@ def test_every_optimizer_goes_on_by_every_way_into_fresh_and_used_targets(
                 name, grouping, way, is_used, own_folder(tmp_path, number)
             )
             for number, name in enumerate({**OPTIMIZERS, **several})
+        }
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grouping", GROUPINGS)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_every_optimizer_of_a_library_goes_on_by_every_way(
+    library: str, grouping: str, tmp_path: Path
+) -> None:
+    names = list(LIBRARIES[library])
+    if not {*names} <= {*INSTALLED}:
+        pytest.skip(f"{library} is not installed: make test-peers tries its {len(names)}: {names}")
+    cells = [(name, way, used) for name in names for way in ways.OPTIMIZER_WAYS for used in (0, 1)]
+    assert not faults(
+        {
+            (f"{name}, {grouping}, {'used' if used else 'fresh'}", way): ways.optimizer_cell(
+                name, grouping, way, bool(used), own_folder(tmp_path, number)
+            )
+            for number, (name, way, used) in enumerate(cells)
         }
     )
 
@@ -233,7 +252,8 @@ def test_every_optimizer_comes_back_in_every_form_on_other_ranks(
     tmp_path: Path,
 ) -> None:
     saved, loaded = jobs
-    names = part(list(OPTIMIZERS), str(jobs), quick=8, full=1 if jobs not in JOBS else 4)
+    names = list(OPTIMIZERS if jobs in JOBS else {**OPTIMIZERS, **INSTALLED})
+    names = part(names, str(jobs), quick=8, full=1 if jobs not in JOBS else 4)
     place = str(tmp_path)
     clusters(saved[0]).run(ranks.save_trainings, place, names, saved[1])
     answers = clusters(loaded[0]).run(ranks.load_trainings, place, names, loaded[1])

@@ -909,3 +909,28 @@ def test_a_rank_that_fails_in_the_move_of_a_sharded_one_is_told_on_all_at_once(
 @pytest.mark.parametrize("form", FLAT_FORMS)
 def test_after_an_error_in_the_middle_the_next_one_is_right(clusters: Any, form: str) -> None:
     clusters(2).run(interrupted, form)
+
+
+def compiled_with_own_entries(form: str) -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        module = torch.compile(nn.Sequential(nn.Linear(3, 2)))
+        module.register_parameter("own", nn.Parameter(torch.rand(2)))
+        module.register_buffer("count", torch.rand(2))
+        return module
+
+    plain, model = made(), made()
+    if form == "composable":
+        sharding.composable.fully_shard(model)
+    else:
+        model = FSDP(model, use_orig_params=form == "original")
+    for kind in (FULL, SHARDED):
+        with FSDP.state_dict_type(model, kind):
+            assert_state(model.state_dict(), plain.state_dict())
+            model.load_state_dict(model.state_dict())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("form", FLAT_FORMS)
+def test_a_compiled_modules_own_entries_are_there_once(clusters: Any, form: str) -> None:
+    clusters(2).run(compiled_with_own_entries, form)
