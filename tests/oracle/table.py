@@ -1,7 +1,7 @@
 """Counts the cells of the oracle: `python -m tests.oracle.table` prints the rows of a table.
 
-Every object by every way, in one process and on ranks, as the slow tests have them. It takes half
-an hour. `--differences FILE` also writes each cell that differs, known or not.
+Every object by every way, in one process and on ranks, as the slow tests have them. It takes an
+hour. `--differences FILE` also writes each cell that differs, known or not.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tests.conftest import Cluster, RankDied, RankFailed, RankServer
 from tests.oracle import ranks, test_oracle, ways
@@ -53,8 +51,8 @@ def schedulers(folder: Callable[[], Path]) -> Iterator[Cells]:
         yield {(name, "load"): ways.scheduler_cell(name, folder())}
 
 
-def on_ranks(folder: Callable[[], Path], every: bool = False) -> Iterator[Cells]:
-    """Jobs that save and jobs that load; a job whose ranks die is one cell that differs."""
+def on_ranks(folder: Callable[[], Path]) -> Iterator[Cells]:
+    """Jobs that save, each with all jobs that load; ranks that die are a cell that differs."""
     servers = [RankServer(seed) for seed in (1, 2)]
     running: dict[int, Cluster] = {}
 
@@ -63,28 +61,17 @@ def on_ranks(folder: Callable[[], Path], every: bool = False) -> Iterator[Cells]
             running[size] = Cluster(servers, size)
         return running[size]
 
-    def product(
-        forms: list[str], save: Callable[..., Any], load: Callable[..., Any], names: list[str]
-    ) -> Iterator[Cells]:
-        jobs = [case.values[0] for case in test_oracle.every_job(forms)] if every else []
-        for job in jobs or test_oracle.JOBS:
-            (n, saved), (m, loaded) = job
-            if {saved, loaded} - set(forms):
-                continue
-            place = str(folder())
+    trained = list({**OPTIMIZERS, **INSTALLED})
+    for forms, functions, names in (
+        (list(ranks.FORMS), test_oracle.OF_MODULES, list(ENTRIES)),
+        (list(test_oracle.TRAINED), test_oracle.OF_TRAININGS, trained),
+    ):
+        for saved in test_oracle.every_job(forms):
+            into = test_oracle.every_job(forms)
             try:
-                cluster(n).run(save, place, names, saved)
-                answers = cluster(m).run(load, place, names, loaded)
+                yield test_oracle.compared(cluster, str(folder()), saved, into, names, functions)
             except (RankDied, RankFailed, TimeoutError) as error:
-                yield {("the ranks", f"{saved} on {n} to {loaded} on {m}"): [str(error)[-500:]]}
-                continue
-            yield test_oracle.cells_of(answers, (n, saved), (m, loaded))
-
-    yield from product(list(ranks.FORMS), ranks.save_objects, ranks.load_objects, list(ENTRIES))
-    yield from product(
-        *(list(test_oracle.TRAINED), ranks.save_trainings, ranks.load_trainings),
-        list({**OPTIMIZERS, **INSTALLED}),
-    )
+                yield {("the ranks", "{1} on {0}".format(*saved)): [str(error)[-500:]]}
     for each in running.values():
         each.close()
     for server in servers:
@@ -96,7 +83,6 @@ PARTS = {
     "optimizers": optimizers,
     "schedulers and scalers": schedulers,
     "on ranks": on_ranks,
-    "on ranks, the other jobs": partial(on_ranks, every=True),
 }
 
 

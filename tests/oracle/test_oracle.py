@@ -7,7 +7,7 @@ wrong. `python -m tests.oracle.table` counts all cells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -203,18 +203,14 @@ JOBS = [
 ]
 """(world size, form) of the job that saves and of the job that loads."""
 TRAINED = ("replicas", "DDP", "torch fully_shard", "fully_shard")
+SIZES = (1, 2, 3)
+OF_MODULES = (ranks.save_objects, ranks.load_objects)
+OF_TRAININGS = (ranks.save_trainings, ranks.load_trainings)
 
 
-def every_job(forms: Sequence[str]) -> list[Any]:
-    """All pairs of forms and of world sizes from 1 to 3, as slow cases."""
-    return [
-        selection.slow(((n, saved), (m, loaded)))
-        for saved in forms
-        for loaded in forms
-        for n in (1, 2, 3)
-        for m in (1, 2, 3)
-        if ((n, saved), (m, loaded)) not in JOBS
-    ]
+def every_job(forms: Iterable[str]) -> list[tuple[int, str]]:
+    """All world sizes with all forms."""
+    return [(size, form) for size in SIZES for form in forms]
 
 
 def cells_of(
@@ -225,36 +221,63 @@ def cells_of(
     return {(name, way): [line for a in answers for line in a[name]] for name in answers[0]}
 
 
-@pytest.mark.parametrize("jobs", [*JOBS, *every_job(list(ranks.FORMS))])
+def compared(
+    clusters: Callable[[int], Cluster],
+    place: str,
+    saved: tuple[int, str],
+    into: Sequence[tuple[int, str]],
+    names: Sequence[str],
+    functions: tuple[Callable[..., Any], Callable[..., Any]] = OF_MODULES,
+) -> dict[tuple[str, str], list[str]]:
+    """The differences by cell if one job saves the objects and other jobs load them."""
+    save, load = functions
+    clusters(saved[0]).run(save, place, names, saved[1])
+    found: dict[tuple[str, str], list[str]] = {}
+    for loaded in into:
+        answers = clusters(loaded[0]).run(load, place, names, loaded[1])
+        found |= cells_of(answers, saved, loaded)
+    return found
+
+
+@pytest.mark.parametrize("jobs", JOBS)
 def test_every_module_comes_back_in_every_form_on_other_ranks(
     jobs: tuple[tuple[int, str], tuple[int, str]],
     clusters: Callable[[int], Cluster],
     tmp_path: Path,
 ) -> None:
-    saved, loaded = jobs
-    names = part(list(ENTRIES), str(jobs), quick=20, full=1 if jobs not in JOBS else 6)
-    place = str(tmp_path)
-    clusters(saved[0]).run(ranks.save_objects, place, names, saved[1])
-    answers = clusters(loaded[0]).run(ranks.load_objects, place, names, loaded[1])
-    assert not faults(cells_of(answers, saved, loaded))
+    names = part(list(ENTRIES), str(jobs), quick=20, full=6)
+    assert not faults(compared(clusters, str(tmp_path), jobs[0], [jobs[1]], names))
 
 
-@pytest.mark.parametrize(
-    "jobs",
-    [
-        *([job for job in JOBS if {job[0][1], job[1][1]} <= set(TRAINED)]),
-        *every_job(TRAINED),
-    ],
-)
+@pytest.mark.parametrize("jobs", [job for job in JOBS if {job[0][1], job[1][1]} <= set(TRAINED)])
 def test_every_optimizer_comes_back_in_every_form_on_other_ranks(
     jobs: tuple[tuple[int, str], tuple[int, str]],
     clusters: Callable[[int], Cluster],
     tmp_path: Path,
 ) -> None:
-    saved, loaded = jobs
-    names = list(OPTIMIZERS if jobs in JOBS else {**OPTIMIZERS, **INSTALLED})
-    names = part(names, str(jobs), quick=8, full=1 if jobs not in JOBS else 4)
-    place = str(tmp_path)
-    clusters(saved[0]).run(ranks.save_trainings, place, names, saved[1])
-    answers = clusters(loaded[0]).run(ranks.load_trainings, place, names, loaded[1])
-    assert not faults(cells_of(answers, saved, loaded))
+    names = part(list(OPTIMIZERS), str(jobs), quick=8, full=4)
+    found = compared(clusters, str(tmp_path), jobs[0], [jobs[1]], names, OF_TRAININGS)
+    assert not faults(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("form", ranks.FORMS)
+def test_every_module_of_every_job_comes_back_in_every_other_job(
+    form: str, size: int, clusters: Callable[[int], Cluster], tmp_path: Path
+) -> None:
+    into = every_job(ranks.FORMS)
+    assert not faults(compared(clusters, str(tmp_path), (size, form), into, list(ENTRIES)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("form", TRAINED)
+def test_every_optimizer_of_every_job_comes_back_in_every_other_job(
+    form: str, size: int, clusters: Callable[[int], Cluster], tmp_path: Path
+) -> None:
+    names = list({**OPTIMIZERS, **INSTALLED})
+    into = every_job(TRAINED)
+    assert not faults(compared(clusters, str(tmp_path), (size, form), into, names, OF_TRAININGS))
