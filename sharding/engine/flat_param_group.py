@@ -445,7 +445,8 @@ class FlatParamGroup(ParamGroup):
 
     def _set(self, parameter: Parameter, tensor: torch.Tensor) -> None:
         for module, attribute in parameter.owners:
-            if sees_what_is_set(module) and not self.form.unsafe_setattr:
+            is_plain = type(module).__setattr__ is nn.Module.__setattr__
+            if not (is_plain or self.form.unsafe_setattr) and sees_what_is_set(module):
                 setattr(module, attribute, tensor)
             elif self.form.use_orig_params:
                 module._parameters[attribute] = tensor  # type: ignore[assignment]

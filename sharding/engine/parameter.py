@@ -61,10 +61,10 @@ class Parameter:
     def place(self, tensor: torch.Tensor) -> None:
         """Puts the sharded or the unsharded parameter into its modules."""
         for module, attribute in self.owners:
-            if sees_what_is_set(module):
-                setattr(module, attribute, tensor)
-            else:
+            if type(module).__setattr__ is nn.Module.__setattr__ or not sees_what_is_set(module):
                 module._parameters[attribute] = tensor  # type: ignore[assignment]
+            else:
+                setattr(module, attribute, tensor)
 
 
 def sees_what_is_set(module: nn.Module) -> bool:

@@ -91,14 +91,17 @@ LIBRARIES: dict[str, dict[str, Make]] = {
             beta1=0.9,
         ),
     },
-    "pytorch_optimizer": _named(
-        *("pytorch_optimizer", "pytorch_optimizer"),
-        (
-            *("AdaBelief", "AdaBound", "Adan", "ADOPT", "Amos", "CAME", "DAdaptAdam", "GaLore"),
-            *("LAMB", "LARS", "Lion", "Prodigy", "Ranger21", "ScheduleFreeAdamW", "Shampoo"),
-            *("SOAP", "SophiaH", "StableAdamW", "Tiger", "Yogi"),
+    "pytorch_optimizer": {
+        **_named(
+            *("pytorch_optimizer", "pytorch_optimizer"),
+            (
+                *("AdaBelief", "AdaBound", "Adan", "AdEMAMix", "ADOPT", "Amos", "CAME", "GaLore"),
+                *("DAdaptAdam", "Lamb", "LARS", "Lion", "Prodigy", "ScheduleFreeAdamW", "Shampoo"),
+                *("SOAP", "StableAdamW", "Tiger", "Yogi"),
+            ),
         ),
-    ),
+        **_named("pytorch_optimizer", "pytorch_optimizer", ("Ranger21",), num_iterations=20),
+    },
     "torchao": _named("torchao", "torchao.optim", ("Adam8bit", "AdamW8bit", "AdamW4bit")),
     "bitsandbytes": {
         # Without the option these small parameters have moments of 32 bits.
