@@ -40,6 +40,7 @@ def broken_links(document: Path) -> Iterator[str]:
             yield link
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_link_of_a_document_leads_to_a_file_and_a_heading(document: Path) -> None:
     assert list(broken_links(document)) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -12,6 +13,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("ckpt", "formats", "sharding", "tools")
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax of a module of the packages."""
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def modules() -> dict[str, Path]:
@@ -24,9 +31,9 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imported(source: str, names: set[str]) -> Iterator[str]:
+def imported(source: ast.Module, names: set[str]) -> Iterator[str]:
     """The modules among `names` that a source imports: at its top, in functions, for types."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in names)
         elif isinstance(node, ast.ImportFrom) and node.module in names:
@@ -46,10 +53,7 @@ def circle(graph: dict[str, set[str]]) -> list[str] | None:
 
 def test_no_import_leads_back_to_its_module() -> None:
     found = modules()
-    graph = {
-        name: set(imported(path.read_text(encoding="utf-8"), set(found)))
-        for name, path in found.items()
-    }
+    graph = {name: set(imported(parsed(path), set(found))) for name, path in found.items()}
     assert len(graph) > 200
     assert circle(graph) is None
 
@@ -65,7 +69,7 @@ def test_no_import_leads_back_to_its_module() -> None:
 )
 def test_a_circle_is_found_by_its_names(source: str) -> None:
     names = {"a", "b", "c"}
-    graph = {"a": set(imported(source, names)), "b": {"c"}, "c": {"a"}}
+    graph = {"a": set(imported(ast.parse(source), names)), "b": {"c"}, "c": {"a"}}
     found = circle(graph)
     assert found is not None
     assert set(found) == names
@@ -88,10 +92,7 @@ def defined(body: Iterable[ast.stmt]) -> Iterator[str]:
 def test_each_name_that_a_program_imports_from_the_packages_exists() -> None:
     """Benchmarks and examples are not all run by a test, and no type checker reads them."""
     found = modules()
-    names = {
-        name: set(defined(ast.parse(path.read_text(encoding="utf-8")).body))
-        for name, path in found.items()
-    }
+    names = {name: set(defined(parsed(path).body)) for name, path in found.items()}
     missing = []
     for folder in ("benchmarks", "examples", "tests", ".ci"):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -116,7 +117,7 @@ def test_each_function_that_a_program_names_by_a_string_exists() -> None:
             text = path.read_text(encoding="utf-8")
             for module, name in re.findall(r'"((?:\w+\.)+\w+):(\w+)[\w.]*"', text):
                 if module in found:
-                    names = set(defined(ast.parse(found[module].read_text("utf-8")).body))
+                    names = set(defined(parsed(found[module]).body))
                     if name not in names:
                         missing.append(f"{path.relative_to(ROOT)}: {module}:{name}")
     assert missing == []

@@ -111,6 +111,7 @@ def test_a_manifest_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
             handle.wait(SECONDS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_job_does_not_end_the_writer_while_it_starts(number: int) -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -343,6 +344,7 @@ fsspec.register_implementation("own", Own)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scheme", ["", "own://"])
 def test_a_normal_exit_finishes_the_save_in_flight(
     trainer: Callable[..., Program], tmp_path: Path, scheme: str
@@ -358,6 +360,7 @@ sys.exit(3)
     assert not ckpt.verify(tmp_path).problems
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scheme", ["", "own://"])
 def test_a_save_while_the_interpreter_ends_is_finished_in_the_call(
     trainer: Callable[..., Program], tmp_path: Path, scheme: str
@@ -426,6 +429,7 @@ ckpt.save(folder + "/2", {"w": weights}, blocking=False, compress=True, progress
     assert not ckpt.verify(tmp_path / "2").problems
 
 
+@pytest.mark.thorough
 def test_a_forked_child_has_no_save_to_finish(
     trainer: Callable[..., Program], tmp_path: Path
 ) -> None:

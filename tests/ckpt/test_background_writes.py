@@ -48,6 +48,7 @@ def write_to_all(folder: str) -> tuple[int, list[str]]:
     return len(found), [name for name in found if not same(before[name], after[name])]
 
 
+@pytest.mark.thorough
 def test_no_way_of_writing_changes_a_checkpoint_that_is_copied_in_the_call(
     clusters: Callable, tmp_path: Path
 ) -> None:

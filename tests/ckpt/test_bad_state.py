@@ -200,6 +200,7 @@ def rewritten(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_bytes(b'{"digest":"' + digest + b'",' + body[1:])
 
 
+@pytest.mark.thorough
 def test_the_checkpoint_is_sound_as_it_is_and_as_it_is_signed_here(
     clusters: Callable[[int], Any], sound: Path, tmp_path: Path
 ) -> None:
@@ -215,6 +216,7 @@ def test_the_checkpoint_is_sound_as_it_is_and_as_it_is_signed_here(
 # What does not fit.
 
 
+@pytest.mark.thorough
 def test_another_architecture_is_named_with_all_that_differs(
     clusters: Callable[[int], Any], sound: Path
 ) -> None:

@@ -309,6 +309,7 @@ def _borrowing(run: Path) -> tuple[Path, Path]:
     return path, run / "b"
 
 
+@pytest.mark.thorough
 def test_every_flipped_bit_of_what_is_borrowed_is_found(tmp_path: Path, small_chunks: None) -> None:
     path, folder = _borrowing(tmp_path)
     data = path.read_bytes()

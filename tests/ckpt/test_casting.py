@@ -194,6 +194,7 @@ def test_packed_floats_fill_a_strided_target_of_their_dtype(
     assert torch.equal(filled.t(), codes)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lost", [0, CHECKED_ELEMENTS, 2 * CHECKED_ELEMENTS - 1])
 @pytest.mark.parametrize("is_strided", [False, True])
 def test_a_number_out_of_range_is_found_in_each_part_of_a_tensor(

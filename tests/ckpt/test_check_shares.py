@@ -56,6 +56,7 @@ def finds(source: Source, name: str, layout: Layout, rank: int, share: CheckShar
     return False
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loading", WAYS)
 @pytest.mark.parametrize("saving", WAYS)
 def test_damage_in_any_chunk_is_found_by_a_rank_that_shares_the_checks(

@@ -214,6 +214,7 @@ def test_a_live_save_that_loses_its_file_fails_and_commits_nothing(
     assert not (tmp_path / "a" / "manifest.json").exists()
 
 
+@pytest.mark.thorough
 def test_an_upload_to_a_folder_that_does_not_exist_yet_is_found(moto: Server) -> None:
     url, options = moto.url("uploads"), dict(moto.options)
     key = f"uploads/step-1/{SHARD_NAME}"

@@ -150,6 +150,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "ranks", "compress"),
     [*product(KINDS, (1, 2, 3), (False,)), *product(KINDS, (2,), (True,))],
@@ -447,6 +448,7 @@ DAMAGES: dict[str, tuple[Callable[[Path, list[Path]], None], str]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("damage", list(DAMAGES))
 @pytest.mark.parametrize("target", ["sharded", "local", "full", "hf", "m.safetensors"])
 def test_a_source_that_is_not_whole_is_a_named_error_and_nothing_appears(
@@ -524,6 +526,7 @@ def resume(how: str, folder: str, again: str) -> list[float]:
     return train(state, 2, 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_of_two_ranks_is_converted_by_the_command_and_goes_on_with_three(
     clusters: Callable[[int], Any], tmp_path: Path, kind: str

@@ -153,6 +153,7 @@ def test_ranks_that_plan_other_files_are_an_error(
     assert not list(tmp_path.rglob("*.p*"))
 
 
+@pytest.mark.thorough
 def test_a_command_that_a_process_of_torchrun_starts_converts_alone(
     source: Path, tmp_path: Path
 ) -> None:

@@ -160,6 +160,7 @@ def test_a_copied_file_has_the_planned_bytes(
     assert sum(progress) == sum(record.nbytes for record in stored)
 
 
+@pytest.mark.thorough
 @settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=plans(), kind=st.sampled_from(KINDS), unit=st.sampled_from([64, 1 << 12, 1 << 18]))
 def test_units_lie_end_to_end_and_no_byte_has_two_origins(
@@ -183,6 +184,7 @@ def test_units_lie_end_to_end_and_no_byte_has_two_origins(
         assert one.span is not None or one.nbytes < 2 * max(unit, 1 << 16) + largest
 
 
+@pytest.mark.thorough
 def test_small_tensors_and_the_bytes_between_them_are_written_together(
     sources: dict[str, Source],
 ) -> None:
@@ -244,6 +246,7 @@ def test_a_damaged_source_is_an_error_and_no_file_appears(tmp_path: Path, in_ord
     assert os.listdir(tmp_path / "out") == [] if not in_order else True
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(),
     reason="no clear_refs, by which Linux resets the peak of memory",

@@ -86,6 +86,7 @@ def tensor_at(folder: Path, file: str, at: int) -> str | None:
     return None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 def test_each_of_many_flipped_bits_is_found_and_named(
     checkpoints: dict[str, dict[str, bytes]], tmp_path: Path, codec: str

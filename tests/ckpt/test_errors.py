@@ -142,6 +142,7 @@ def test_a_kind_is_the_name_of_its_class_in_snake_case() -> None:
         assert one.kind == own or one.kind in inherited - {"ckpt"}, (one, one.kind)
 
 
+@pytest.mark.thorough
 def test_nothing_is_raised_with_a_class_of_python_s_own_but_what_no_caller_sees() -> None:
     found = set()
     for file, tree in sources():
@@ -154,6 +155,7 @@ def test_nothing_is_raised_with_a_class_of_python_s_own_but_what_no_caller_sees(
     assert found == BUILT_IN.keys()
 
 
+@pytest.mark.thorough
 def test_every_error_that_a_docstring_names_is_exported() -> None:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
     missing = set()

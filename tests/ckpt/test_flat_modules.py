@@ -125,6 +125,7 @@ def saved(clusters: Callable[[int], Any], tmp_path_factory: pytest.TempPathFacto
     return made
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("run", RUNS[1:], ids=named)
 def test_a_checkpoint_has_the_names_shapes_and_values_of_the_model_that_is_not_sharded(
     saved: Saved, run: Run
@@ -430,6 +431,7 @@ def over_tensor_parallelism(how: str, folder: str, again: str | None) -> None:
         ckpt.save(again, state)
 
 
+@pytest.mark.thorough
 def test_parts_of_what_tensor_parallelism_divided_are_stored_as_parts_of_the_whole(
     clusters: Callable[[int], Any], tmp_path: Path
 ) -> None:

@@ -138,6 +138,7 @@ def test_an_upload_of_which_a_part_fails_for_good_leaves_nothing(
     assert store.sizes() == {}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("status", "code", "remedy"),
     [
@@ -166,6 +167,7 @@ def test_a_refusal_tells_its_own_remedy_at_once(
         assert proxy.count() <= 6
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "code", ["BadDigest", "IncompleteBody", "RequestTimeout", "XAmzContentSHA256Mismatch"]
 )
@@ -177,6 +179,7 @@ def test_a_request_that_was_changed_or_cut_on_its_way_is_sent_again(
     assert content_of(store, "data") == b"right"
 
 
+@pytest.mark.thorough
 def test_keys_that_were_replaced_are_read_again_from_their_source(
     proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +234,7 @@ def test_a_commit_that_a_proxy_sends_twice_is_ones_own(store: Store, proxy: Faul
     assert content_of(store, "manifest") == b"mine"
 
 
+@pytest.mark.thorough
 def test_an_upload_whose_begin_was_not_answered_is_aborted(store: Store, proxy: FaultProxy) -> None:
     proxy.schedule = once(Fault.DROP_ANSWER, asks("POST", "uploads"))
     put(store, "0123456789abcdef-00000.safetensors")
@@ -309,6 +313,7 @@ def test_an_answer_that_never_comes_is_asked_for_again(proxy: FaultProxy, tmp_pa
     assert store.read("data", 0, 3) == b"abc"
 
 
+@pytest.mark.thorough
 def test_what_will_not_pass_is_an_error_at_once(store: Store, proxy: FaultProxy) -> None:
     proxy.schedule = times(100, Fault.DENIED)
     for request in (store.names, lambda: store.size("a"), lambda: store.commit("m", b"", True)):
@@ -382,6 +387,7 @@ def test_a_commit_that_another_has_won_meanwhile_is_refused(
     assert content_of(store, "manifest") == b"theirs"
 
 
+@pytest.mark.thorough
 def test_an_upload_whose_completion_is_acknowledged_to_nobody_is_complete(
     store: Store, proxy: FaultProxy
 ) -> None:

@@ -626,6 +626,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.wide
 @pytest.mark.skipif(
     not TORCH_TRAINS_ON_CPU,

@@ -287,6 +287,7 @@ def _at(state: Any, path: str) -> Any:
     return state
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", KINDS)
 def test_no_difference_between_ranks_is_silent(
     clusters: Callable, tmp_path: Path, what: str

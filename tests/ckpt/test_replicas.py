@@ -75,6 +75,7 @@ def exchange_every_layout(folder: str) -> list[tuple[str, int, int]]:
     return counts
 
 
+@pytest.mark.thorough
 def test_an_exchange_gives_the_same_bits_and_reads_every_byte_once(
     clusters: Callable, tmp_path: Path
 ) -> None:

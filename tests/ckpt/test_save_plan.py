@@ -168,6 +168,7 @@ def transformer(world: int, width: int = 768, layers: int = 12) -> dict[str, Sto
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [2, 3, 8, 64, 512])
 def test_a_replicated_model_is_written_evenly(world: int) -> None:
     stored = stored_layouts(transformer(world))

@@ -147,6 +147,7 @@ def from_rank_0() -> None:
     same(full_of(ckpt.state_dict.convert(made, to="sharded")), wanted)
 
 
+@pytest.mark.thorough
 def test_what_the_first_rank_has_alone_reaches_all(clusters: Callable[[int], Any]) -> None:
     clusters(3).run(from_rank_0)
 

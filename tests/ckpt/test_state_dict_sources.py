@@ -120,6 +120,7 @@ def convert_own(kind: str, own: str) -> None:
     assert not unlike(snapshot(target), snapshot(source), exact=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("own", STATE_DICT_KINDS)
 @pytest.mark.parametrize("kind", FLAT_KINDS)
 def test_what_a_wrapper_s_own_methods_give_is_converted_and_loaded(
@@ -145,6 +146,7 @@ def into_own(kind: str, to: str) -> None:
     assert not unlike(snapshot(target), snapshot(source), exact=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", FLAT_KINDS)
 def test_a_full_state_dict_of_ours_loads_by_a_wrapper_s_own_methods(
     clusters: Callable[[int], Any], kind: str

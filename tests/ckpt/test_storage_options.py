@@ -37,6 +37,7 @@ def same(found: object) -> bool:
     return torch.equal(found["w"], STATE["w"]) and found["step"] == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("blocking", [True, False])
 def test_saving_and_loading_take_them(told: Mapping[str, object], blocking: bool) -> None:
     handle = ckpt.save("dir://run/a", STATE, storage_options=told, blocking=blocking)

@@ -109,6 +109,7 @@ def test_a_module_and_its_optimizer_go_on(tmp_path: Path) -> None:
         assert is_same(mine, theirs)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "options"),
     [

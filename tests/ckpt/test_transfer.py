@@ -434,6 +434,7 @@ def test_a_scalar_and_an_empty_box_are_boxes_like_others(sharded: Path) -> None:
         assert opened.reader.reads == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("shape", "dim"), [((2048, 1024), 0), ((4097, 1531), 0), ((512, 4096), 1), ((64, 128, 257), 0)]
 )

@@ -98,6 +98,7 @@ def test_a_sound_checkpoint_is_compared_to_the_last_byte(originals, compress):
     assert report.notes == ()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compress", [False, True])
 def test_any_flipped_bit_is_found_with_file_and_tensor(originals, tmp_path, compress):
     folder = copied(originals[compress], tmp_path / "c")

@@ -61,6 +61,7 @@ def run_both(cluster: Any, name: str, folder: Path) -> Any:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loading", [1, 3])
 def test_the_recipe_resumes_at_another_world_size(
     clusters: Callable[[int], Any], tmp_path: Path, loading: int
@@ -102,6 +103,7 @@ def test_a_process_alone_saves_and_loads_every_kind_of_value(tmp_path: Path) -> 
             assert loaded == {key: saved[key] for key in saved if key != "half"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("world_size", "name"),
     [

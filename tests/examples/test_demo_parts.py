@@ -95,6 +95,7 @@ def test_a_position_does_not_see_what_follows_it(example):
     assert not torch.allclose(after[5:], before[5:])
 
 
+@pytest.mark.thorough
 def test_a_tied_weight_may_be_in_a_file_once_or_twice(example, tmp_path):
     from safetensors.torch import save_file
 

@@ -159,6 +159,7 @@ def rounds(place: Place) -> int:
     return 4 if isinstance(place, Disk) else 1
 
 
+@pytest.mark.thorough
 def test_of_jobs_that_save_to_one_place_one_wins_and_the_others_are_told(
     jobs: Jobs, place: Place
 ) -> None:
@@ -197,6 +198,7 @@ def test_of_jobs_that_convert_to_one_place_one_wins_and_the_others_are_told(
         assert ckpt.gc(found, older_than=0, storage_options=place.options) == []
 
 
+@pytest.mark.thorough
 def test_of_jobs_that_overwrite_one_place_one_is_there_whole(jobs: Jobs, place: Place) -> None:
     for _ in range(rounds(place)):
         told = {"url": f"{place.url}/a", "overwrite": True, "options": place.options}

@@ -139,6 +139,7 @@ def flip_some(case: Case, flips: int) -> Counter[tuple[str, str]]:
     return ends
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_flipped_bit_of_another_format_is_named_by_all_that_read_it(
     cases: dict[str, Case], kind: str

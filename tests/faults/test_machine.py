@@ -224,6 +224,7 @@ def play(examples: int, steps: int) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_nothing_is_lost_and_nothing_wrong_is_loaded_whatever_the_store_does() -> None:
     play(examples=15, steps=12)
 

@@ -64,6 +64,7 @@ class Disk:
         self.gone.add(name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_a_manifest_is_written_when_all_it_names_is_kept_and_old_files_go_when_it_is(

@@ -263,6 +263,7 @@ DEATHS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("call", "step", "what", "victim"), SAMPLE)
 def test_one_rank_fails_and_the_group_goes_on(
     clusters: Callable, tmp_path: Path, call: str, step: str, what: str, victim: int

@@ -78,6 +78,7 @@ def test_a_file_of_another_kind_is_named_with_the_remedy(name: str, tmp_path: Pa
         ckpt.open(tmp_path / name)
 
 
+@pytest.mark.thorough
 def test_the_command_ends_with_7_for_a_file_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "a.h5").write_bytes(FILES["model.h5"][0])
     for command in ("inspect", "verify", "ls"):

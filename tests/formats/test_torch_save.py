@@ -116,6 +116,7 @@ def expected(value: Any) -> Any:
 # Reading.
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4)], ids=str)
 def test_every_dtype_and_shape_is_read(

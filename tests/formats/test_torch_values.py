@@ -308,6 +308,7 @@ def read(path: Path) -> Any:
         return ckpt.read(path)
 
 
+@pytest.mark.thorough
 @pytest.mark.costly
 @pytest.mark.parametrize("way", ["zip", "row of pickles", "protocol 5"])
 @pytest.mark.parametrize("kind", VALUES)

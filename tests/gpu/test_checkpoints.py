@@ -51,6 +51,7 @@ def test_read_and_open_give_host_memory(tmp_path: Path, device: str, compress: b
     assert torch.equal(part, state["transposed"][2:5, 1:3].cpu())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
 def test_training_goes_on_to_the_bit(tmp_path: Path, device: str, options: dict[str, bool]) -> None:
     model, optimizer = trained(device, options, seed=0)

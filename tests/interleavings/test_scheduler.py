@@ -87,6 +87,7 @@ def all_orders(counts: Sequence[int]) -> Iterator[list[str]]:
                 yield [str(number), *order]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("actors", [2, 3])
 def test_the_exhaustive_search_finds_each_outcome_that_any_order_has(
     threads: Threads, actors: int

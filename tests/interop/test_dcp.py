@@ -99,6 +99,7 @@ def test_a_checkpoint_of_dcp_resumes_at_another_world_size(
             assert np.array_equal(a, b)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("saving", "loading"), WORLDS)
 def test_dcp_resumes_a_checkpoint_of_ours_at_another_world_size(
     clusters: Callable, tmp_path: Path, saving: int, loading: int

@@ -120,6 +120,7 @@ def test_what_torch_s_setters_take_is_trained_on(
     clusters(2).run(check_set, how, how, full)
 
 
+@pytest.mark.thorough
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("source", "target"),

@@ -75,6 +75,7 @@ def test_a_plain_tensor_is_a_replica_on_every_rank() -> None:
     assert describe(torch.tensor(1.0), "step", world(2))[1].pieces(1)[0].box.shape == ()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", [(8, 8), (9, 5), (3, 7), (1, 1), (0, 4), (6, 4, 5)])
 @pytest.mark.parametrize(
     "placements",

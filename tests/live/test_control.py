@@ -316,6 +316,7 @@ def test_one_name_has_one_server_on_a_host(hosts: Hosts) -> None:
         HostServer.start("policy", token=TOKEN)
 
 
+@pytest.mark.thorough
 def test_publishers_that_start_together_get_one_server(hosts: Hosts) -> None:
     def start(_: int) -> HostServer | None:
         try:
@@ -341,6 +342,7 @@ def test_the_socket_of_a_killed_server_is_replaced(hosts: Hosts) -> None:
     assert hosts.start().server != server.server
 
 
+@pytest.mark.thorough
 def test_a_server_that_starts_removes_sockets_of_killed_ones_and_no_others(
     hosts: Hosts, runtime: Path
 ) -> None:

@@ -81,6 +81,7 @@ def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Trai
         yield model, found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_a_loader_that_fuses_and_splits_gets_each_version_one_tensor_at_a_time(
     live: tuple[Trained, Any],

@@ -264,6 +264,7 @@ FRAGMENTS = st.sampled_from(
 )
 
 
+@pytest.mark.thorough
 def test_malformed_datagrams_are_refused_by_name(serving: HostServer) -> None:
     path = runtime.socket_path("policy")
     theirs, ours = os.pipe()

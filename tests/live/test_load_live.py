@@ -77,6 +77,7 @@ def loads(url: str, sockets: str, count: int) -> list[int]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", ["here", "elsewhere"])
 def test_all_ranks_load_the_same_version_while_others_come(
     clusters: Callable[[int], Any],

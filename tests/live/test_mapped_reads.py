@@ -123,6 +123,7 @@ def test_a_version_whose_memory_was_given_up_is_gone_and_not_damaged(
     wait_until_nothing_is_left(runtime)
 
 
+@pytest.mark.thorough
 def test_readers_in_turn_leave_no_mapping(publisher: Publisher, runtime: Path) -> None:
     before = maps_of_arenas()
     for _ in range(4):

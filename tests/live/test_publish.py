@@ -42,6 +42,7 @@ def loaded_on_ranks(url: str, value: float) -> bool:
     return same(found, wanted)
 
 
+@pytest.mark.thorough
 def test_other_jobs_read_each_version_as_they_read_a_checkpoint(
     clusters: Callable[[int], Any], runtime: Path
 ) -> None:

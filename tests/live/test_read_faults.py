@@ -149,6 +149,7 @@ def test_a_load_of_one_version_ends_when_it_is_replaced(
     assert all(not (changed[name] + 1).any() for name in set("abcd") - touched)
 
 
+@pytest.mark.thorough
 def test_reads_that_race_with_retirements_are_whole_or_errors(
     place: Callable[[], None], offer: Offer, folders: list[Path]
 ) -> None:
@@ -226,6 +227,7 @@ def test_an_unknown_name_or_version_is_no_checkpoint(offer: Offer) -> None:
             ckpt.open(url)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("token", ["?token=wrong", ""])
 def test_a_wrong_token_is_denied_here_and_elsewhere(
     place: Callable[[], None], offer: Offer, token: str

@@ -252,6 +252,7 @@ def test_a_server_without_descriptors_says_so_and_not_that_nothing_is_there(fold
     assert told.value.status == 503
 
 
+@pytest.mark.thorough
 def test_many_readers_get_the_same_bytes(folder: Path) -> None:
     data = secrets.token_bytes(20 << 20)
     (folder / "large").write_bytes(data)

@@ -154,6 +154,7 @@ def test_addresses_are_split_and_joined_around_the_token(url: str) -> None:
     assert split_url(join_url(url, "step 9")) == (url.replace("/?", "?"), "step 9")
 
 
+@pytest.mark.thorough
 def test_every_name_of_a_disk_is_listed_and_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -259,6 +259,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
         yield start
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stranger", STRANGERS)
 @pytest.mark.parametrize("server", ["live", "unix", "serve", thorough("tls")])
 def test_strangers_at_a_server_end_no_load(

@@ -61,6 +61,7 @@ def read_bytes(url: str | Path, target: object, **options: Any) -> int:
     return sum(found)
 
 
+@pytest.mark.thorough
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     places=st.sets(st.integers(0, CHUNKS * ITEMS + SMALL - 1), max_size=5),

@@ -199,6 +199,7 @@ def check_module(how: str, name: str, folder: str) -> list[str]:
     return misfits
 
 
+@pytest.mark.thorough
 @pytest.mark.wide
 @pytest.mark.parametrize("how", ["FSDP1", "FSDP2", "torch FSDP1", "torch FSDP2"])
 @pytest.mark.parametrize(

@@ -98,6 +98,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("change", CHANGES)
 def test_each_way_that_the_error_of_a_restore_names_leads_on(tmp_path: Path, change: str) -> None:
     before, after, entries, others = CHANGES[change]
@@ -224,6 +225,7 @@ class Interrupted(Exception):
     """Ends a run without its close, as a crash does: memory outlives it."""
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_from_memory_with_another_model(tmp_path: Path) -> None:
     def started() -> ckpt.Checkpointer:
         memory = ckpt.Memory(replicas=0, every_steps=1, keep_seconds=60)

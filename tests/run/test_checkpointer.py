@@ -68,6 +68,7 @@ def test_a_run_saves_when_due_keeps_what_it_should_and_goes_on(tmp_path: Path) -
         assert ckpt.read(tmp_path / "step-60")["seen"] == 60  # type: ignore[index]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("back", [1, 30, 3600])
 @pytest.mark.parametrize("keep", [ckpt.Keep(last=1), ckpt.Keep(last=2, every=100), ckpt.Keep()])
 def test_a_clock_that_steps_back_removes_no_newer_step_and_restores_none_older(
@@ -698,6 +699,7 @@ print("after the loop", flush=True)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("before", "again", "status", "saved"),
     [
@@ -860,6 +862,7 @@ print(run.failures, steps)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["thread", "process", "descriptor"])
 def test_without_a_thread_a_process_or_descriptors_a_run_saves_in_another_way(
     programs: Callable[..., Program], tmp_path: Path, kind: str

@@ -141,6 +141,7 @@ def test_a_run_restores_the_nearest_step_that_every_host_has(
     assert on.run(restored, str(tmp_path)) == [(12, [])] * 4
 
 
+@pytest.mark.thorough
 def test_other_ranks_are_restored_from_the_shared_folder_and_try_no_local_step(
     clusters: Callable[[int], Any], tmp_path: Path
 ) -> None:

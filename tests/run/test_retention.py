@@ -81,6 +81,7 @@ def stays(one: RunStep, steps: Sequence[RunStep], keep: Keep) -> bool:
     return better < keep.best
 
 
+@pytest.mark.thorough
 @settings(max_examples=300, deadline=None)
 @given(steps, policies)
 def test_a_checkpoint_is_removable_where_no_rule_keeps_it(steps: list[RunStep], keep: Keep) -> None:
@@ -92,6 +93,7 @@ def test_a_checkpoint_is_removable_where_no_rule_keeps_it(steps: list[RunStep], 
     assert all(is_newer(*pair) for pair in pairwise(gone))
 
 
+@pytest.mark.thorough
 @settings(max_examples=300, deadline=None)
 @given(steps, st.permutations(range(12)), st.sets(st.integers(0, 11)))
 def test_the_counter_of_a_run_decides_and_a_clock_only_where_there_is_none(

@@ -124,6 +124,7 @@ def default_groups() -> None:
         models.same(state, models.states(replica), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_m_15_hybrid_sharding_over_default_groups_averages_over_all_ranks(
     clusters: Callable, world_size: int

@@ -218,6 +218,7 @@ def test_e01_pairs_train_as_a_replica_and_as_with_torch(
     clusters(2).run(train_beside_a_replica, reshard_after_forward, ["torch", "ours"], 1.0)
 
 
+@pytest.mark.thorough
 def test_e01_each_tensor_of_a_pair_has_its_own_gradient(clusters: Clusters) -> None:
     # Torch reduces the second tensor's gradient and gives it to both.
     clusters(2).run(train_beside_a_replica, True, ["ours"], -0.5)
@@ -398,6 +399,7 @@ def pairs_on_a_hybrid_mesh() -> None:
     same(replicas[:: len(replicas) // 3], trained[0][:: len(replicas) // 3], "losses")
 
 
+@pytest.mark.thorough
 def test_e04_pairs_train_as_with_torch_on_a_hybrid_mesh(clusters: Clusters) -> None:
     clusters(2).run(pairs_on_a_hybrid_mesh)
 

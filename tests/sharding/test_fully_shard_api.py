@@ -167,6 +167,7 @@ def after_a_change() -> None:
         assert torch.equal(mine, 2 * theirs)
 
 
+@pytest.mark.thorough
 def test_parameters_are_gathered_and_freed_by_hand(clusters: Callable) -> None:
     clusters(2).run(after_a_change)
     clusters(2).run(by_hand)
@@ -475,6 +476,7 @@ def two_roots() -> None:
         train(model, replica, steps(2), losses, exact=False)
 
 
+@pytest.mark.thorough
 def test_two_roots_in_one_loss_train_as_the_replica(clusters: Callable) -> None:
     clusters(2).run(two_roots)
 
@@ -741,6 +743,7 @@ def torchs_functions() -> None:
     torch.testing.assert_close(saved[0], saved[-1])
 
 
+@pytest.mark.thorough
 def test_state_dicts_are_saved_and_loaded_at_any_time(clusters: Callable) -> None:
     clusters(2).run(loaded_between_steps)
     clusters(2).run(torchs_functions)

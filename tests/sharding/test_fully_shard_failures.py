@@ -100,6 +100,7 @@ def errors(where: str, reset: bool) -> None:
                 optimizer.zero_grad()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reset", [False, True], ids=["by itself", "by hand"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_training_goes_on_after_an_error(clusters: Callable, where: str, reset: bool) -> None:

@@ -163,6 +163,7 @@ def checkpointed(reentrant: bool) -> int:
     return max(watch.most("forward"), watch.most("backward"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])
 def test_recomputed_units_are_freed_in_backward(clusters: Callable, reentrant: bool) -> None:
     assert max(clusters(2).run(checkpointed, reentrant)) <= 3
@@ -268,6 +269,7 @@ def left_after_a_step() -> None:
     assert tensors_in_memory() - before <= UNIT_BYTES // 8
 
 
+@pytest.mark.thorough
 def test_nothing_but_shards_and_gradients_stays_after_a_step(clusters: Callable) -> None:
     clusters(3).run(left_after_a_step)
 
@@ -317,6 +319,7 @@ def messages(world_size: int) -> None:
         assert len(sent) == 2 * UNITS * others
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_unit_is_gathered_once_each_way_and_reduced_once(
     clusters: Callable, world_size: int
@@ -356,6 +359,7 @@ def live_bytes_of(model: nn.Module) -> int:
     return max(param_group.unsharded_bytes for param_group in param_groups(model))
 
 
+@pytest.mark.thorough
 def test_small_units_travel_together(clusters: Callable) -> None:
     clusters(2).run(small_units, 200)  # 6 MB of them
     for counts in clusters(2).run(small_units, 50):

@@ -154,6 +154,7 @@ def three_levels(low: bool) -> None:
     torch.testing.assert_close(trained[:2], trained[-2:], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
 def test_gradients_add_up_on_three_levels(clusters: Callable, low: bool) -> None:
     clusters(4).run(three_levels, low)
@@ -188,6 +189,7 @@ def clipped_and_saved() -> None:
     assert torch.equal(values([model[0].up.weight])[0], torch.ones(5, 7))
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(
     not TORCH_TRAINS_ON_CPU,
     reason="torch's FSDP2, the oracle, trains right on a CPU from torch 2.10 on",
@@ -205,6 +207,7 @@ def tall_mesh() -> None:
         train(model, replica, [batch(step, 4, 7) for step in range(2)], exact=False)
 
 
+@pytest.mark.thorough
 def test_a_mesh_may_have_one_rank_along_a_dimension(clusters: Callable) -> None:
     clusters(4).run(tall_mesh)
 
@@ -232,6 +235,7 @@ def kept_on_two_ranks() -> None:
             OURS.fully_shard(nn.Linear(3, 3), reshard_after_forward=bad)
 
 
+@pytest.mark.thorough
 def test_parameters_may_stay_whole_on_every_few_ranks(clusters: Callable) -> None:
     clusters(4).run(kept_on_two_ranks)
 
@@ -340,6 +344,7 @@ def tensor_parallel_precision() -> None:
     torch.testing.assert_close(trained[0], trained[-1])
 
 
+@pytest.mark.thorough
 def test_tensor_parallel_layers_in_mixed_precision_as_torchs(clusters: Callable) -> None:
     clusters(4).run(tensor_parallel_precision)
 
@@ -384,6 +389,7 @@ def tensor_parallel_checkpoint() -> None:
     late(x).sum().backward()
 
 
+@pytest.mark.thorough
 def test_the_state_of_tensor_parallel_layers_can_be_loaded(clusters: Callable) -> None:
     clusters(4).run(tensor_parallel_checkpoint)
 

@@ -65,6 +65,7 @@ def every_setting() -> None:
     train(model, replica, steps())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_reshard_setting_trains_as_the_replica(clusters: Callable, world_size: int) -> None:
     clusters(world_size).run(every_setting)
@@ -85,6 +86,7 @@ def every_optimizer() -> None:
         train(shard_all(model), replica, steps(), optimizer=optimizer, exact=False, **settings)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", [2, thorough(3)])
 def test_foreach_and_fused_optimizers_step_on_shards(clusters: Callable, world_size: int) -> None:
     clusters(world_size).run(every_optimizer)
@@ -359,6 +361,7 @@ def gradient_of_another_unit() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", [2, thorough(3)])
 def test_gradients_add_up_with_and_without_reducing(clusters: Callable, world_size: int) -> None:
     cluster = clusters(world_size)
@@ -460,6 +463,7 @@ def two_backwards() -> None:
         assert_equal(model, replica, exact=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", [2, thorough(3)])
 def test_forwards_and_backwards_may_come_in_any_order_and_number(
     clusters: Callable, world_size: int
@@ -570,6 +574,7 @@ def checkpointed(reentrant: bool) -> None:
     assert_equal(model, replica)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])
 def test_activation_checkpoints_outside_and_inside_units(
@@ -678,6 +683,7 @@ def test_a_unit_with_a_weight_of_another_unit_can_be_unsharded_and_resharded(
     clusters(2).run(unshard_tied)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_shared_parameters_stay_shared_and_get_one_gradient(
     clusters: Callable, world_size: int
@@ -739,6 +745,7 @@ def frozen_later() -> None:
         train(model, replica, steps(2))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", [2, thorough(3)])
 def test_frozen_parameters_and_units_train_as_the_replica(
     clusters: Callable, world_size: int
@@ -940,6 +947,7 @@ def in_place_on_the_output() -> None:
     train(shard_all(model), replica, steps(), loss)
 
 
+@pytest.mark.thorough
 def test_outputs_of_any_kind_bring_backward_to_the_unit(clusters: Callable) -> None:
     cluster = clusters(2)
     cluster.run(outputs)

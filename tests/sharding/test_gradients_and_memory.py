@@ -74,6 +74,7 @@ def forks() -> None:
                     torch.testing.assert_close(one.reshape(-1), other.reshape(-1))
 
 
+@pytest.mark.thorough
 def test_m_09_a_layer_outside_the_loss_gets_no_gradient(clusters: Callable) -> None:
     clusters(2).run(forks)
 
@@ -122,6 +123,7 @@ def forks_that_lose_an_output() -> None:
                 drop_the_second_output(torch_fsdp, strategy, use_orig_params)
 
 
+@pytest.mark.thorough
 def test_m_10_each_backward_frees_the_gathered_parameters_though_an_output_is_dropped(
     clusters: Callable,
 ) -> None:

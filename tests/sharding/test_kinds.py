@@ -55,6 +55,7 @@ def there_and_back(first: Kind, second: Kind, budget: int) -> bool:
     return same(tensors)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_pair_of_kinds_round_trips_to_the_bit_whatever_the_budget(
     clusters: Any, world_size: int

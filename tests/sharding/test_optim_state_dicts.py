@@ -325,6 +325,7 @@ def resume(form: str, kind: str) -> None:
     assert train(again, other, range(2, 5)) == train(model, optim, range(2, 5))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
 @pytest.mark.parametrize("form", FLAT_FORMS)
 def test_training_goes_on_exactly_from_every_kind(clusters: Any, form: str, kind: str) -> None:
@@ -533,6 +534,7 @@ def on_a_grid(form: str) -> None:
         check_resume(form, model, optim, kind, state)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", FLAT_FORMS)
 def test_hybrid_state_is_over_both_dimensions_and_loads_again(clusters: Any, form: str) -> None:
     clusters(4).run(on_a_grid, form)
@@ -567,6 +569,7 @@ def after_tensor_parallelism(use_orig_params: bool) -> None:
         check_resume("", model, optim, kind, state)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_over_tensor_parallelism_state_is_gathered_over_the_grid(
     clusters: Any, use_orig_params: bool

@@ -110,6 +110,7 @@ def moves_everything(way: str, budget: int) -> int:
     return len(moves)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("budget", [40, 1000, 1 << 20])
 @pytest.mark.parametrize("way", ["memory", "gloo"])
 def test_every_layout_moves_into_every_layout(

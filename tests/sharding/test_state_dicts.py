@@ -273,6 +273,7 @@ def partial_wrapping() -> None:
             assert_state(prefixed, {f"x.{name}": whole(v) for name, v in inside.items()})
 
 
+@pytest.mark.thorough
 def test_instances_may_be_anywhere_and_be_asked_alone(clusters: Any) -> None:
     clusters(2).run(partial_wrapping)
 
@@ -389,6 +390,7 @@ def checkpoint_wrapped(where: str, use_orig_params: bool) -> None:
         assert set(found) == set(network().load_state_dict({}, strict=False).missing_keys)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("where", ["outside", "inside", "deep inside"])
 def test_names_are_without_what_activation_checkpointing_adds(
@@ -789,6 +791,7 @@ def after_tensor_parallelism(use_orig_params: bool, with_mesh: bool) -> None:
     assert_state(model.state_dict(), plain.state_dict())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("with_mesh", [False, True])
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_over_tensor_parallelism_they_are_dtensors_over_the_grid(

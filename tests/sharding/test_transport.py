@@ -177,6 +177,7 @@ def by_collectives() -> None:
                 assert isinstance(param_group._transport, CollectiveTransport)
 
 
+@pytest.mark.thorough
 def test_a_user_may_ask_for_the_librarys_collectives(clusters: Callable) -> None:
     clusters(4).run(by_collectives)
 

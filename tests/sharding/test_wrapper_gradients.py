@@ -74,6 +74,7 @@ def accumulate(strategy: str, use_orig_params: bool, pattern: tuple[bool, ...]) 
         assert_equal(found, full_parameters(fsdp, theirs))
 
 
+@pytest.mark.thorough
 @pytest.mark.wide
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -375,6 +376,7 @@ def look_between(strategy: str, use_orig_params: bool, between: str) -> None:
         torch.testing.assert_close(loss_of(model, 50), loss_of(replica, 50))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("between", ["no_grad", "evaluation", "forward with grad"])

@@ -155,6 +155,7 @@ def train_alike(strategy: str, use_orig_params: bool, precision: dict[str, Any])
     assert_equal(numbers_[1], wanted[1], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.thorough
 @pytest.mark.wide
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -90,6 +90,7 @@ def train(strategy: str, use_orig_params: bool) -> None:
                 torch.testing.assert_close(whole(mine.detach()), other.detach())
 
 
+@pytest.mark.thorough
 @pytest.mark.wide
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])

@@ -465,6 +465,7 @@ def optimize(kind: str, strategy: str, use_orig_params: bool) -> None:
     train_alike([model, replica, theirs], cross_entropy, optimizer=OPTIMIZERS[kind])
 
 
+@pytest.mark.thorough
 @pytest.mark.wide
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("kind", [k if k in QUICK_OPTIMIZERS else thorough(k) for k in OPTIMIZERS])
@@ -516,6 +517,7 @@ def train_with_prefetch(
     train_alike([model, replica], cross_entropy)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("forward", [False, True], ids=["", "forward"])
 @pytest.mark.parametrize("backward", [None, "BACKWARD_PRE", "BACKWARD_POST"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])

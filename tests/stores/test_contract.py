@@ -63,6 +63,7 @@ def test_a_listing_has_the_sizes_of_the_files_and_their_times(store: Store) -> N
         store.modified("absent")
 
 
+@pytest.mark.thorough
 def test_a_file_being_written_is_listed_as_unfinished_and_can_be_let_go_of(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +87,7 @@ def test_a_file_being_written_is_listed_as_unfinished_and_can_be_let_go_of(
         assert store.names() == []
 
 
+@pytest.mark.thorough
 def test_a_watch_sees_the_file_of_a_rank_on_its_way_and_then_complete(place: Place) -> None:
     if place.kind not in (*LOCAL, *S3):
         pytest.skip("a folder with nothing but an upload is not listed here")
@@ -112,6 +114,7 @@ def test_a_store_says_what_it_capabilities(place: Place, store: Store) -> None:
     assert store.capabilities.hides_unfinished == (place.kind in STRONG)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("content", [CONTENT, LARGE], ids=["small", "large"])
 def test_a_file_that_is_to_be_new_is_not_written_over_one_that_has_come_meanwhile(
     place: Place, store: Store, content: bytes
@@ -203,6 +206,7 @@ def test_nothing_is_left_of_a_file_whose_writing_fails(
         assert not pending.get("Uploads")
 
 
+@pytest.mark.thorough
 def test_of_eight_commits_at_once_by_threads_and_processes_one_succeeds(
     place: Place, clusters: Callable[[int], Any]
 ) -> None:

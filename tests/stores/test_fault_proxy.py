@@ -62,6 +62,7 @@ def test_what_goes_through_is_unchanged_and_counted(proxy: FaultProxy) -> None:
     assert not proxy.faults()
 
 
+@pytest.mark.thorough
 def test_many_connections_at_once_do_not_mix(proxy: FaultProxy) -> None:
     put(proxy.server, "proxy/many")
     bounds = [(i * 1000, i * 1000 + 500_000 + i) for i in range(24)]

@@ -261,6 +261,7 @@ def test_a_bit_that_the_network_flips_is_read_again_and_told(
         assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["torch", "dcp"])
 def test_a_record_with_one_checksum_is_read_again_as_a_whole(
     place: Place, proxy: FaultProxy, tmp_path: Path, kind: str

@@ -70,6 +70,7 @@ def arguments(place: Place) -> list[str]:
     return found
 
 
+@pytest.mark.thorough
 def test_what_two_ranks_saved_is_loaded_by_two_four_and_one(
     clusters: Callable, place: Place
 ) -> None:
@@ -79,6 +80,7 @@ def test_what_two_ranks_saved_is_loaded_by_two_four_and_one(
     assert_is(url, place.options, 1)
 
 
+@pytest.mark.thorough
 def test_a_driver_finds_server_and_credentials_in_the_environment(
     clusters: Callable, place: Place
 ) -> None:
@@ -89,6 +91,7 @@ def test_a_driver_finds_server_and_credentials_in_the_environment(
         assert ckpt.verify(url).sound
 
 
+@pytest.mark.thorough
 def test_a_save_in_the_background_is_whole_when_its_handle_says_so(
     clusters: Callable, place: Place
 ) -> None:
@@ -98,6 +101,7 @@ def test_a_save_in_the_background_is_whole_when_its_handle_says_so(
     clusters(2).run(states.load, second, place.options, 2)
 
 
+@pytest.mark.thorough
 def test_a_save_replaces_only_when_it_is_told_to(clusters: Callable, place: Place) -> None:
     url = saved(clusters, place, "step")
     with pytest.raises(Exception, match="overwrite=True"):
@@ -109,6 +113,7 @@ def test_a_save_replaces_only_when_it_is_told_to(clusters: Callable, place: Plac
         assert len(store.names()) == 3  # the files of the first are gone
 
 
+@pytest.mark.thorough
 def test_compressed_borrowing_and_delta_checkpoints_come_back(
     clusters: Callable, place: Place
 ) -> None:

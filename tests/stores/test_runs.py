@@ -137,6 +137,7 @@ def test_the_requests_of_a_run_do_not_grow_with_its_steps(
     assert len(left) == 2 * 10 + 2, left  # manifests and shards, the index and the owner
 
 
+@pytest.mark.thorough
 def test_many_files_are_deleted_in_few_requests_or_one_by_one(
     proxy: FaultProxy, tmp_path: Path
 ) -> None:
@@ -157,6 +158,7 @@ def test_many_files_are_deleted_in_few_requests_or_one_by_one(
 # The index.
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(3))
 def test_no_index_makes_a_step_look_committed_or_hides_one(
     moto: Server, tmp_path: Path, seed: int
@@ -303,6 +305,7 @@ def saved(place: Place, steps: int) -> None:
     facts.forget()  # readers are other processes
 
 
+@pytest.mark.thorough
 def test_an_old_step_that_cannot_be_read_stops_nothing(place: Place) -> None:
     saved(place, 6)
     url, options = place.url, place.options

@@ -59,6 +59,7 @@ def test_a_server_that_ends_at_once_is_reported_with_its_log(tmp_path: Path) -> 
         wait_until(lambda: False, process, log)
 
 
+@pytest.mark.thorough
 def test_a_new_server_has_an_empty_bucket(tmp_path: Path) -> None:
     with moto_server.started(tmp_path) as server:
         listing = s3_client(server).list_objects_v2(Bucket=server.bucket)

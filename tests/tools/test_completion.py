@@ -29,6 +29,7 @@ def completions(line: str, folder: Path) -> set[str]:
     return {word.strip() for word in answer.read_text().split("\v")}
 
 
+@pytest.mark.thorough
 def test_commands_options_and_their_values_are_offered(tmp_path: Path) -> None:
     assert completions("ckpt ", tmp_path) >= COMMANDS
     assert completions("ckpt completion ", tmp_path) == {"bash", "zsh", "fish"}

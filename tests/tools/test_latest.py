@@ -59,6 +59,7 @@ def test_the_exit_code_says_whether_there_is_none_or_none_that_is_sound(run, cap
     assert "none of the 2 checkpoints in it is sound" in err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [b"step\xe3\x80\x801", "fam\U0001f469\u200d\U0001f467".encode(), b"a\nb", b"\xff\xfe"]
 )

@@ -67,6 +67,7 @@ def test_help_has_a_description_examples_and_the_exit_codes_of_its_command(run, 
     assert ended.out.index("\n\n") < ended.out.index("options:")
 
 
+@pytest.mark.thorough
 def test_no_text_of_the_product_names_a_page_that_a_wheel_lacks():
     root = Path(__file__).parents[2]
     for package in ("ckpt", "formats", "sharding", "tools"):
@@ -290,6 +291,7 @@ def test_names_from_a_file_send_no_commands_to_the_terminal(run, tmp_path):
         assert r"w\x1b[2J" in ended.out
 
 
+@pytest.mark.thorough
 def test_a_reader_that_stops_reading_ends_the_command_quietly(wide):
     process = start("inspect", wide)
     process.stdout.close()
@@ -298,6 +300,7 @@ def test_a_reader_that_stops_reading_ends_the_command_quietly(wide):
     process.stderr.close()
 
 
+@pytest.mark.thorough
 def test_ctrl_c_ends_the_command_with_one_line(wide):
     process = start("inspect", wide, "--json")
     assert process.stdout.read(1) == "{"  # the rest does not fit into the pipe
@@ -395,6 +398,7 @@ def test_an_error_that_cannot_be_told_has_its_exit_code(saved, redirected, argum
     assert (ended.returncode, ended.stdout) == (code, "")
 
 
+@pytest.mark.thorough
 def test_an_error_that_nobody_reads_has_its_exit_code(saved):
     process = start("diff", saved, saved / "nothing")
     process.stderr.close()

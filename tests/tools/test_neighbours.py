@@ -35,6 +35,7 @@ def python(project: Path, *arguments: str, path: bool = True) -> subprocess.Comp
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", [True, False])
 def test_the_command_works_beside_them(project, saved, path):
     ended = python(project, "-m", "ckpt", "ls", str(saved), path=path)
@@ -52,6 +53,7 @@ def test_the_installed_script_works_beside_them(project, saved):
     assert ended.stderr == ""
 
 
+@pytest.mark.thorough
 def test_a_command_that_needs_torch_works_beside_them(project, saved):
     target = project / "model.safetensors"
     ended = python(project, "-m", "ckpt", "convert", str(saved), str(target), "--select", "model")

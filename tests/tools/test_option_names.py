@@ -43,6 +43,7 @@ def test_a_command_without_the_option_leaves_the_argument() -> None:
     assert with_options("pass overwrite=True", parser().parse_args(["ls"]).parser).endswith("=True")
 
 
+@pytest.mark.thorough
 def test_errors_of_the_library_name_no_option() -> None:
     files = [one for name in ("ckpt", "formats", "sharding") for one in (ROOT / name).rglob("*.py")]
     found = []

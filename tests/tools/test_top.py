@@ -98,6 +98,7 @@ def test_files_that_are_older_than_a_committed_checkpoint_are_not_called_a_save(
     assert "not committed; last write" in run("top", "--interval", "0.01s", saved.parent).out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["c.safetensors", "c.pt", "hf", "dcp", "native"])
 def test_a_conversion_under_way_is_seen_at_its_target(run, tmp_path: Path, name: str) -> None:
     ckpt.save(tmp_path / "source", STATE)
@@ -215,6 +216,7 @@ def test_the_slowest_rank_comes_first_and_the_whole_needs_its_time() -> None:
     ]
 
 
+@pytest.mark.thorough
 def test_a_terminal_gets_a_new_view_until_an_interrupt(tmp_path: Path) -> None:
     """The command runs on a pseudo-terminal. Jobs in the background are started without SIGINT."""
     ours, theirs = os.openpty()
