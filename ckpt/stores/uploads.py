@@ -37,7 +37,9 @@ from formats.storage import Buffer, FileWriter
 from formats.threads import Pool
 
 PART_BYTES = 16 << 20
-"""The size of a part, unless the memory budget is small."""
+"""The size of a part, unless the memory budget is small or large."""
+MOST_PART_BYTES = 128 << 20
+"""A larger part would lose more with a broken connection, and later parts are larger still."""
 LATER_FACTOR = 8
 """Parts in the second half of a server's largest number of parts are larger by this factor."""
 MOST_BUFFERS = 8
@@ -72,10 +74,15 @@ class PartSizes:
     def within(cls, budget: int, limits: PartLimits) -> PartSizes:
         """Returns the sizes that a memory budget and a server allow.
 
+        A budget for more than `MOST_BUFFERS` parts makes the parts larger, so the requests fewer.
+
         >>> PartSizes.within(64 << 20, PartLimits(5 << 20, 10_000)).buffers
         4
+        >>> PartSizes.within(512 << 20, PartLimits(5 << 20, 10_000)).part_bytes >> 20
+        64
         """
-        part = max(limits.least_bytes, min(PART_BYTES, budget // 4))
+        usual = max(limits.least_bytes, min(PART_BYTES, budget // 4))
+        part = max(usual, min(MOST_PART_BYTES, budget // MOST_BUFFERS))
         buffers = max(2, min(MOST_BUFFERS, budget // part))
         return cls(part, part * LATER_FACTOR, limits.most // 2, buffers)
 

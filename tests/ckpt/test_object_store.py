@@ -457,6 +457,16 @@ def test_more_files_than_one_answer_lists_are_all_listed(store: Store) -> None:
     assert len(store.names()) == 1100
 
 
+def test_parts_take_no_more_memory_than_the_budget_and_are_large_in_a_large_one() -> None:
+    limits = PartLimits(5 << 20, 10_000)
+    for mebibytes in (20, 64, 100, 128, 129, 200, 512, 1024, 4096):
+        sizes = PartSizes.within(mebibytes << 20, limits)
+        assert sizes.buffers * sizes.part_bytes <= mebibytes << 20
+        usual = PartSizes.within(128 << 20, limits).part_bytes
+        assert (sizes.part_bytes > usual) == (mebibytes > 128)
+    assert sizes.part_bytes == 128 << 20
+
+
 def test_parts_later_in_a_file_are_larger_so_that_none_is_too_large() -> None:
     division = PartSizes.within(64 << 20, PartLimits(5 << 20, 10_000))
     assert division.part(1) == PART_BYTES
