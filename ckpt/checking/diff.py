@@ -152,7 +152,7 @@ def diff(
         select: a key path. In a checkpoint with names below it, only these count, and they lose it:
             `model` compares a training checkpoint with an exported file.
         mapping, rename, parameters, config: changes of A's names and shapes, as for `ckpt.convert`.
-            They take the names that `select` leaves, and the patterns those that they give.
+            First `select` counts, then these, then `include` and `exclude`.
         values: whether plain values, and the kinds of containers and keys, are compared too.
         dtype: whether different dtypes are a difference. If False, elements are compared as
             numbers.

@@ -47,7 +47,7 @@ def follow(
     timeout: float | None = None,
     storage_options: Options = None,
 ) -> Iterator[LiveVersion]:
-    """Yields the newest version of a live state, and later each time the then newest one.
+    """Yields the newest version of a live state, then, each time, whichever is newest.
 
     All ranks of `group` call this and iterate alike (one process needs no group); all get the same
     versions, which rise. Versions that were replaced between two steps are left out. Communicates.

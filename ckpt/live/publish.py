@@ -70,8 +70,8 @@ def publish(
     host gets one server process. A rank keeps up to two copies of its part in memory.
 
     Args:
-        name: the name in the URL: letters, digits, `.`, `_` and `-`. One publisher on a host has
-            a name.
+        name: the name in the URL: letters, digits, `.`, `_` and `-`. A name is
+            unique on a host.
         address: where the servers listen: the loopback by default, "0.0.0.0" for all networks of
             the host, or one of its addresses. Ranks on several hosts need it.
         lease_seconds: a reader that says nothing for so long loses its version. An update waits

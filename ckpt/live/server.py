@@ -50,7 +50,7 @@ class LiveApp:
         check_token(request.headers, request.query, self._host.token)
         name, *rest = request.path.removeprefix("/").split("/")
         if not NAME.fullmatch(name):
-            raise RefusedError("unknown", f"{request.path:.200}: the path begins with a name")
+            raise RefusedError("unknown", f"{request.path:.200}: the path must begin with a name")
         if not rest:
             _only(request, "GET")
             return await self._newest(request, name)

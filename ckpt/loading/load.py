@@ -132,8 +132,8 @@ def load(
             share, and exchanges otherwise.
         unchanged: "skip" does not read a chunk whose bytes the target has already, by its checksum:
             a whole chunk that is uncompressed, contiguous in the target and of its dtype. "read"
-            reads all. "auto" skips in live states on other hosts, until a range shows that it has
-            changed.
+            reads all. "auto" skips only in live states on other hosts, up to the first
+            chunk that differs.
         fallback: the replacement for a damaged or missing checkpoint: True takes the newest sound
             one among older checkpoints beside it, a list of paths or URLs the first sound one of
             these. Rank 0 names the skipped ones with a FallbackWarning. A mismatch, a store that

@@ -64,7 +64,7 @@ TOKEN = "token"
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory tier of a `Checkpointer`: where the last steps of a run outlive its trainers.
+    """The memory tier of a `Checkpointer`: keeps the last two steps in server processes.
 
     Raises ArgumentError if a field has a wrong value.
     """

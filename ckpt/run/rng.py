@@ -22,7 +22,7 @@ DEVICES = ("cuda", "xpu")
 
 
 def rng(*, on_resize: OnResize = "keep") -> PerRank:
-    """Returns an entry of a state for the random states of each rank, which a load sets.
+    """Returns an entry of a state that saves each rank's random states and restores them.
 
     The states are those of Python, numpy and torch, and of the devices that the process uses. After
     a load by as many ranks as saved, all generators continue with equal bits. Otherwise `on_resize`

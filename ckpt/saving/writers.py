@@ -81,7 +81,7 @@ class WriterProcess:
             status = self.process.wait()
             raise StoreError(
                 f"{where}: the process that writes it ended with status {status} before it was "
-                "done; the system log says more if the system ended it, for lack of memory say"
+                "done; the system log says more if the system ended it (out of memory?)"
             ) from error
         return read_answer(answer, where)
 

@@ -113,7 +113,7 @@ def torch_dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ArgumentTypeError(
-            f"torch {torch.__version__} has no dtype {name}; install a newer one"
+            f"torch {torch.__version__} has no dtype {name}; install a newer torch"
         )
     return found
 

@@ -217,8 +217,8 @@ class Saved:
         """
         if path in self._shared_names:
             raise StateError(
-                f"two entries of the checkpoint have the name {path!r}; give the target the "
-                "entries below both, which have names of their own"
+                f"two entries of the checkpoint have the name {path!r}; give the target "
+                "the entries below them, whose names differ"
             )
         if path in self._nodes:
             return self._nodes[path]

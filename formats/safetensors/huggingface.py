@@ -360,7 +360,7 @@ def _box(record: TensorRecord, offsets: Mapping[str, object], file: str) -> Box:
     at = entry.get("saved_offsets") if isinstance(entry, dict) else [0] * len(record.shape)
     if not isinstance(at, list) or len(at) != len(record.shape):
         raise FormatError(
-            f"{file}: {OFFSETS_KEY} has no {len(record.shape)} offsets of {record.name}"
+            f"{file}: {OFFSETS_KEY} does not have {len(record.shape)} offsets of {record.name}"
         )
     if any(type(lo) is not int or not 0 <= lo < ELEMENTS for lo in at):
         raise FormatError(f"{file}: the offsets of {record.name} are {at!r:.80}, not whole numbers")

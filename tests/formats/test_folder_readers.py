@@ -237,7 +237,7 @@ def test_distributed_shards_are_whole_tensors(tmp_path: Path) -> None:
     ("offsets", "error", "message"),
     [
         ([-1, 0], FormatError, "not whole numbers"),
-        ([0], FormatError, "no 2 offsets of a"),
+        ([0], FormatError, "not have 2 offsets of a"),
         ([2, 0], FormatError, "overlap"),
         ([2**62, 0], HostileError, "more elements than torch can count"),
         ([6, 0], FormatError, "elements"),
