@@ -98,10 +98,8 @@ def _newer(ranks: Ranks, store: LiveStore, after: int, timeout: float | None) ->
     ends = None if timeout is None else monotonic() + timeout
     with ranks.call("ckpt.follow"):
         while True:
-            results, error = result_or_error(lambda: _look(ranks, store, after, ends))
-            told = ranks.agree(
-                "waiting for a newer version", error, number=results[0] if results else 0
-            )
+            newest, error = result_or_error(lambda: _look(ranks, store, after, ends))
+            told = ranks.agree("waiting for a newer version", error, number=newest or 0)
             if told.number:
                 return told.number - 1
 

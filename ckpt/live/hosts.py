@@ -219,9 +219,9 @@ def _told_by(hosts: Hosts, ask: Callable[[HostServer], bool]) -> Dropped:
     held, error = result_or_error(lambda: ask(server))
     if isinstance(error, NotACheckpointError):  # it never came here
         return Dropped.FREE
-    if not held:
+    if held is None:
         return Dropped.UNKNOWN
-    return Dropped.HELD if held[0] else Dropped.FREE
+    return Dropped.HELD if held else Dropped.FREE
 
 
 PULLS = 4

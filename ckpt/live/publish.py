@@ -305,7 +305,7 @@ class LiveState(Uncopied):
         assert self.hosts.server is not None
         server, seconds = self.hosts.server, self._lease_seconds
         overdue, error = result_or_error(lambda: server.retire(version, seconds))
-        return overdue[0] if overdue else error is not None
+        return bool(overdue) or error is not None
 
     def _dropped_on_all(self, ranks: Ranks, version: int, overdue: bool) -> Dropped:
         """Drops a version on each host; tells who still has its memory on this one."""

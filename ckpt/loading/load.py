@@ -186,12 +186,13 @@ def load(
             storage=storage_options,
         )
 
-    options, wrong = result_or_error(checked)
-    if wrong is not None:
+    try:
+        options = checked()
+    except Exception:
         with ranks.call(CALL):  # tells the other ranks, which wait in this call
-            raise wrong
+            raise
     others = (fallback,) if isinstance(fallback, str | os.PathLike) else fallback
-    once = partial(load_once, ranks, state=state, options=options[0])
+    once = partial(load_once, ranks, state=state, options=options)
     state, _ = load_or_older(ranks, url, others, once, storage_options)  # type: ignore[assignment]
     return state
 
@@ -457,9 +458,9 @@ def _matched(
         return matched
     # An error recurs when all ranks plan, and then reaches all ranks.
     plans, _ = result_or_error(partial(matched.plan, ranks, False))
-    if not plans:
+    if plans is None:
         return matched
-    return replace(matched, plans=plans[0], share=_check_share(ranks, source, found, options))
+    return replace(matched, plans=plans, share=_check_share(ranks, source, found, options))
 
 
 def _check_share(ranks: Ranks, source: Source, found: Match, options: LoadOptions) -> CheckShare:

@@ -28,7 +28,7 @@ from ckpt.step_names import folder_name
 from ckpt.stores.store import Options, join_url, open_store
 from formats.detect import folder_format
 from formats.native.manifest import MANIFEST
-from sharding.agreement.ranks import Ranks, result_or_error
+from sharding.agreement.ranks import Ranks
 from sharding.errors import ArgumentError, without_secrets
 
 if TYPE_CHECKING:
@@ -294,11 +294,11 @@ class RunRanks:
 
     def checked(self, make: Callable[[], T]) -> T:
         """Returns the result of `make`, which checks arguments; its error on one rank is on all."""
-        made, wrong = result_or_error(make)
-        if wrong is not None:
+        try:
+            return make()
+        except Exception:
             with self._ranks.call(CALL):  # tells the other ranks, which wait in their next call
-                raise wrong
-        return made[0]
+                raise
 
     def log(self, text: str) -> None:
         """Logs a line about the run at the level INFO, on rank 0."""

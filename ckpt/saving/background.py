@@ -133,9 +133,8 @@ def begin(
     """
     handle = target.handle
     staged: list[_Staged] = []
-    to_do = [None]
-    """The token of the save: the thread takes it and goes on, or an interrupted call does and ends
-    the save."""
+    taken = threading.Lock()
+    """The thread takes the save and goes on, or an interrupted call does and ends it."""
 
     def stage() -> None:
         staged.append(_stage(target, leaves, state, when))
@@ -147,7 +146,7 @@ def begin(
 
     try:
         _, error = result_or_error(stage)
-        save = _Save(target, ranks, to_do)
+        save = _Save(target, ranks, taken)
         # A daemon: `ckpt.opening.in_flight` waits for it at exit, while it can still finish.
         thread = threading.Thread(
             target=save.run, args=(staged, error), name="ckpt-save", daemon=True
@@ -158,8 +157,7 @@ def begin(
         except RuntimeError:  # no thread can be started, for example because the interpreter ends
             save.run(staged, error)
     except BaseException:  # KeyboardInterrupt, for example
-        with suppress(IndexError):
-            to_do.pop()
+        if taken.acquire(blocking=False):
             _abandon(handle, staged)
         raise
 
@@ -188,27 +186,25 @@ class _Save:
 
     _target: Target
     _ranks: Ranks
-    _to_do: list[None]
+    _taken: threading.Lock
 
     def run(self, staged: list[_Staged], error: Exception | None) -> None:
         """Copies, writes, commits; the handle tells of errors."""
-        try:
-            self._to_do.pop()
-        except IndexError:  # an interrupt ended the call before this thread ran
-            return
+        if not self._taken.acquire(blocking=False):
+            return  # an interrupt ended the call before this thread ran
         handle = self._target.handle
         if not self._ranks.begin():  # the call was interrupted, and tells the other ranks itself
             _abandon(handle, staged)
             return
         clock = Clock(CALL, self._ranks.rank, self._ranks.world_size)
         place = staged[0].arena_writer if staged else None
-        written: list[ShardSummary | None] = []
+        written = None
         if error is None:
             written, error = _attempt(lambda: self._write(staged.pop(), clock))
             clock.end_stage(_name_of(error))
         _let_go(staged)
         handle.mark_staged()
-        _, ended = _attempt(lambda: self._end(written[0] if written else None, error, clock))
+        _, ended = _attempt(lambda: self._end(written, error, clock))
         clock.end(_name_of(ended))
         if place is not None:
             _attempt(lambda: self._touch(place))
@@ -253,14 +249,14 @@ def _name_of(error: Exception | None) -> str:
     return "" if error is None else type(error).__name__
 
 
-def _attempt(action: Callable[[], T]) -> tuple[list[T], Exception | None]:
+def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """As `result_or_error`, but also catches exceptions that would silently end the thread."""
     try:
         return result_or_error(action)
     except BaseException as ended:
         error = CkptError(f"{type(ended).__name__} during the save in the background: {ended}")
         error.__cause__ = ended
-        return [], error
+        return None, error
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,7 +248,7 @@ def save_with(
             ranks.doing("writing")
             written, failed = result_or_error(lambda: _write(store, attempt, leaves, progress))
             ranks.count(attempt.plan.nbytes)
-            finish(store, ranks, attempt, written[0] if written else None, failed)
+            finish(store, ranks, attempt, written, failed)
             return None
 
 

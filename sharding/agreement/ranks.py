@@ -243,16 +243,15 @@ class Ranks:
         Rank 0 makes its `note` before its action.
         """
         with self._call(stage):
-            notes, error = result_or_error(note) if self.rank == 0 else ([b""], None)
+            text, error = result_or_error(note) if self.rank == 0 else (b"", None)
             self.doing(stage)
-            results: list[T] = []
-            if error is None:
-                results, error = result_or_error(action)
-            if not results:  # no rank compares where one has failed
-                self.agree(stage, error)
-            found, weight = hashes(results[0]), balance(results[0])
-            agreed = self.agree(stage, None, found, number=number, balance=weight, note=notes[0])
-        return results[0], agreed
+            result, error = result_or_error(action) if error is None else (None, error)
+            if error is not None:
+                self.agree(stage, error)  # raises: no rank compares where one has failed
+            made = cast(T, result)
+            names, weight = hashes(made), balance(made)
+            agreed = self.agree(stage, None, names, number=number, balance=weight, note=text or b"")
+        return made, agreed
 
     def common(self, flags: bytes) -> bytes:
         """Returns the bytewise minimum of all ranks' byte strings, which are equally long."""
@@ -318,11 +317,11 @@ class Ranks:
         join_errors: list[Exception] = []
 
         def join_here(records: Sequence[bytes]) -> bytes:
-            found, raised = result_or_error(lambda: join(records))
-            if raised is not None:
-                join_errors.append(raised)
-                raise raised
-            return found[0]
+            try:
+                return join(records)
+            except Exception as error:
+                join_errors.append(error)
+                raise
 
         with self._call(stage) as call:
             assert call is not None
@@ -377,12 +376,12 @@ def _minimum(records: Sequence[bytes]) -> bytes:
     return bytes(map(min, zip(*records, strict=True)))
 
 
-def result_or_error(action: Callable[[], T]) -> tuple[list[T], Exception | None]:
-    """Returns the action's result as a list of one and None, or an empty list and the exception."""
+def result_or_error(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Returns the action's result and None, or None and its exception."""
     try:
-        return [action()], None
+        return action(), None
     except Exception as error:
-        return [], error
+        return None, error
 
 
 def _channel(group: ProcessGroup | None, rank: int, purpose: str) -> Channel:

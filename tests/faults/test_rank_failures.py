@@ -126,10 +126,10 @@ def happening(step: str, what: str, gate: str) -> Iterator[None]:
         owner = getattr(owner, each)
     before, happened = getattr(owner, name), []
 
-    def comparing(ranks: Any, stage: str, action: Callable, *arguments: Any) -> Any:
+    def comparing(ranks: Any, stage: str, action: Callable, *rest: Any, **named: Any) -> Any:
         if stage == step:
-            return before(ranks, stage, lambda: (failing(None), action())[1], *arguments)
-        return before(ranks, stage, action, *arguments)
+            return before(ranks, stage, lambda: (failing(None), action())[1], *rest, **named)
+        return before(ranks, stage, action, *rest, **named)
 
     def failing(*arguments: Any, **options: Any) -> Any:
         if not happened:
