@@ -90,7 +90,7 @@ class ValueDifference:
     b: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """The outcome of `diff`."""
 
@@ -306,19 +306,19 @@ def _compare(
     values, notes = _compare_values(a, b, tolerance) if with_values else ((), ())
     structure = _compare_structure(a, b) if with_values else ()
     return Comparison(
-        a.source.url,
-        b.source.url,
-        tuple(name for name in a.tensors if name not in b.tensors),
-        tuple(name for name in b.tensors if name not in a.tensors),
-        tuple(differences),
-        values,
-        structure,
-        tuple(equal),
-        compared,
-        compared_bytes,
-        close,
-        max_abs,
-        notes,
+        a=a.source.url,
+        b=b.source.url,
+        only_a=tuple(name for name in a.tensors if name not in b.tensors),
+        only_b=tuple(name for name in b.tensors if name not in a.tensors),
+        tensors=tuple(differences),
+        values=values,
+        structure=structure,
+        equal_tensors=tuple(equal),
+        compared_tensors=compared,
+        compared_bytes=compared_bytes,
+        close_tensors=close,
+        max_abs=max_abs,
+        notes=notes,
     )
 
 

@@ -43,15 +43,15 @@ class Findings:
     """Remarks that are not damage."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """The outcome of `verify`."""
 
     url: str
     format: str
-    files: int
+    files: int = 0
     """The number of the checkpoint's files; 0 if its description could not be read."""
-    bytes_checked: int
+    bytes_checked: int = 0
     """Bytes that were compared with a checksum."""
     checked: str
     """The parts that this format lets a reader check, as text."""

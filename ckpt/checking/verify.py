@@ -91,14 +91,14 @@ def _verified(text: str, progress: Callable[[int], None] | None, options: Option
             found = _findings(source, progress)
             notes = (*source.catalog.notes, *found.notes, *_strays(source))
             return Report(
-                text,
-                source.catalog.format,
-                files,
-                found.bytes_checked,
-                found.checked,
-                found.problems,
-                notes,
-                len(source.catalog.tensors),
+                url=text,
+                format=source.catalog.format,
+                files=files,
+                bytes_checked=found.bytes_checked,
+                checked=found.checked,
+                problems=found.problems,
+                notes=notes,
+                tensors=len(source.catalog.tensors),
             )
     except UnsupportedError:
         raise
@@ -219,17 +219,18 @@ def _unreadable(url: str, error: FormatError, options: Options) -> Report:
         name = split_url(url)[1]
         ending = name.rpartition(".")[2]
         kind = "ckpt" if name == MANIFEST else ending if ending in FILES else "torch"
-        return Report(url, kind, 0, 0, checked, (Problem.of(error, name),))
+        return Report(url=url, format=kind, checked=checked, problems=(Problem.of(error, name),))
     with open_store(url, options) as store:
         names = store.names()
         for name, kind in ((MANIFEST, "ckpt"), (DCP_METADATA, "dcp")):
             if name in names:
-                return Report(url, kind, 0, 0, checked, (Problem.of(error, name),))
+                problem = Problem.of(error, name)
+                return Report(url=url, format=kind, checked=checked, problems=(problem,))
         found = folder_format(store.entries())
         kind = "huggingface" if found is None else found.name
         # The headers of all files are checked, although the first damaged one ended `open_source`.
         problems = _header_problems(store, names) or (Problem.of(error, url),)
-        return Report(url, kind, 0, 0, checked, problems)
+        return Report(url=url, format=kind, checked=checked, problems=problems)
 
 
 def _header_problems(store: Store, names: list[str]) -> tuple[Problem, ...]:

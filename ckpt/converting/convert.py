@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 __all__ = ["ConvertReport", "convert"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertReport:
     """The result of a conversion."""
 
@@ -233,14 +233,14 @@ def convert(
     )
     divided, number = checked_kind(kind, world_size)
     target = _Target(
-        os.fspath(dst),
-        format_of(os.fspath(dst), to),
-        storage_options if dst_storage_options is None else dst_storage_options,
-        overwrite,
-        huggingface.MAX_SHARD_BYTES if max_shard_bytes is None else max_shard_bytes,
-        compress,
-        divided,
-        number,
+        url=os.fspath(dst),
+        format=format_of(os.fspath(dst), to),
+        options=storage_options if dst_storage_options is None else dst_storage_options,
+        overwrite=overwrite,
+        max_shard_bytes=huggingface.MAX_SHARD_BYTES if max_shard_bytes is None else max_shard_bytes,
+        compress=compress,
+        kind=divided,
+        world_size=number,
     )
     target.check(resume, group)
     if target.format is not Format.HUGGINGFACE:
@@ -289,24 +289,24 @@ def convert(
                 for problem in library_problems(result.store, result.catalog):
                     raise CorruptError(problem.message)
         return ConvertReport(
-            os.fspath(src),
-            target.url,
-            source.catalog.format,
-            target.format.value,
-            len(state.tensors),
-            sum(tensor.nbytes for tensor in state.tensors.values()),
-            (*opaque, *left_out(target.format, state)),
-            None if divided is None else divided.value,
-            number,
-            became_text(target.format, state),
-            _not_cast(casts, state),
-            beside,
-            lost,
-            tuple(state.aliases) if target.format.is_of_weights else (),
-            None if files is None else tuple(files.content),
-            () if files is None else files.left,
-            _prefix_of_model(changes, source, target.format, state),
-            conversion_plan(found, casts, target.memory_bytes(state), untied),
+            src=os.fspath(src),
+            dst=target.url,
+            source_format=source.catalog.format,
+            target_format=target.format.value,
+            tensors=len(state.tensors),
+            nbytes=sum(tensor.nbytes for tensor in state.tensors.values()),
+            left_out=(*opaque, *left_out(target.format, state)),
+            kind=None if divided is None else divided.value,
+            world_size=number,
+            became_text=became_text(target.format, state),
+            not_cast=_not_cast(casts, state),
+            beside=beside,
+            lost=lost,
+            tied=tuple(state.aliases) if target.format.is_of_weights else (),
+            model_files=None if files is None else tuple(files.content),
+            not_copied=() if files is None else files.left,
+            prefix=_prefix_of_model(changes, source, target.format, state),
+            plan=conversion_plan(found, casts, target.memory_bytes(state), untied),
         )
 
 
@@ -323,7 +323,7 @@ def _counted(progress: Progress | None, told: Ranks | Clock) -> Progress | None:
     return advance
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Target:
     """The place and the format of the result."""
 

@@ -220,7 +220,8 @@ class LiveState(Uncopied):
                     self._check(version)
                     check_free(self._queue, "wait", turn, ranks.is_single_process)
 
-                options, arguments = SaveOptions(False, False, dict(metadata)), {"version": version}
+                options = SaveOptions(overwrite=False, compress=False, metadata=dict(metadata))
+                arguments = {"version": version}
                 attempt, leaves = agreed_attempt(ranks, state, options, check, arguments, choice)
                 number, slot = self._chosen(ranks, attempt.note)
                 shown = self.hosts.url.at(number).shown

@@ -387,7 +387,7 @@ class Plans(NamedTuple):
         return {"exchanges": self.tensors.fingerprint >> (64 - HASH_BITS)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Matched:
     """An opened checkpoint and its match with the target, on one rank."""
 
@@ -453,7 +453,15 @@ def _matched(
     )
     found.differences.extend(shared.differences(found.shared))
     exchanges = _are_exchanged(options.replicas, source) and not ranks.is_single_process
-    matched = Matched(source, found, budget, exchanges, None, NOTHING_SHARED, options.by_host)
+    matched = Matched(
+        source=source,
+        match=found,
+        budget=budget,
+        exchanges=exchanges,
+        plans=None,
+        share=NOTHING_SHARED,
+        by_host=options.by_host,
+    )
     if exchanges or found.differences or found.unexpected or found.idle:
         return matched
     # An error recurs when all ranks plan, and then reaches all ranks.

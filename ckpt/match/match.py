@@ -89,18 +89,18 @@ def match(saved: Saved, state: object, fit: Fit, world: Mesh) -> Match:
     names = list(saved.leaves)
     unexpected = [name for name in names if name not in builder.used and name in selection]
     return Match(
-        builder.items,
-        builder.targets,
-        builder.preflight_scalars,
-        builder.checks,
-        builder.differences,
-        shared.groups,
-        unexpected,
-        names,
-        builder.own_names,
-        selection.idle([*names, *builder.own_names]),
-        install,
-        matcher.installs,
+        items=builder.items,
+        targets=builder.targets,
+        preflight_scalars=builder.preflight_scalars,
+        checks=builder.checks,
+        differences=builder.differences,
+        shared=shared.groups,
+        unexpected=unexpected,
+        saved_names=names,
+        own_names=builder.own_names,
+        idle=selection.idle([*names, *builder.own_names]),
+        install=install,
+        installs=matcher.installs,
     )
 
 

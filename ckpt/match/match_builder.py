@@ -67,7 +67,7 @@ class Target(NamedTuple):
     """This rank's part of the tensor, detached; of any dtype, device and strides."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
     """A target matched with a checkpoint, as one rank sees it."""
 

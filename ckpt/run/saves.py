@@ -236,16 +236,15 @@ class RunSaves:
         if is_last and how.deadline is not None:
             seconds = min(seconds, how.deadline)
         options = SaveOptions(
-            True,
-            how.compress if tier is None else False,
-            metadata if tier is None else {**metadata, **tier.metadata},
-            None,
-            how.replicas,
-            () if tier is None else tier.host,
-            self.look(tier),
-            None if tier is None else tier.mark,
-            tier is None and self._keep.last_finite is not None,
-            dtype,
+            overwrite=True,
+            compress=how.compress if tier is None else False,
+            metadata=metadata if tier is None else {**metadata, **tier.metadata},
+            replicas=how.replicas,
+            host=() if tier is None else tier.host,
+            look=self.look(tier),
+            mark=None if tier is None else tier.mark,
+            counts=tier is None and self._keep.last_finite is not None,
+            dtype=dtype,
         )
         self._saved = (step, tier)
         try:
@@ -253,13 +252,13 @@ class RunSaves:
                 self._place(),
                 state,
                 lambda: options,
-                how.group,
-                None,
-                False,
-                how.staging,
-                "wait",
-                how.storage_options if tier is None else None,
-                seconds,
+                group=how.group,
+                progress=None,
+                blocking=False,
+                staging=how.staging,
+                when_busy="wait",
+                storage_options=how.storage_options if tier is None else None,
+                timeout=seconds,
             )
         except Exception as error:
             self._failed(error)

@@ -70,7 +70,7 @@ StoredDtypes = DtypeName | torch.dtype | Mapping[str, DtypeName | torch.dtype | 
 """The dtype of all stored floats, or one for each pattern of names; None leaves them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
     """The user's options of one save."""
 
@@ -98,7 +98,7 @@ class SaveOptions:
         return self.mark << 32 | secrets.randbits(32)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveAttempt:
     """One rank's view of a save that all ranks agreed on. It holds no tensors."""
 
@@ -196,14 +196,14 @@ def agreed_attempt(
     plan = _last_plan(spec_of(held.flat).tensors, tensors, ranks.global_rank)
     described_as_stored = replace(whole, tensors=tensors)
     attempt = SaveAttempt(
-        plan,
-        described_as_stored,
-        ranks.mesh,
-        ranks.rank,
-        held.attempt_id,
-        options,
-        began,
-        held.note,
+        plan=plan,
+        described=described_as_stored,
+        mesh=ranks.mesh,
+        rank=ranks.rank,
+        attempt_id=held.attempt_id,
+        options=options,
+        began=began,
+        note=held.note,
     )
     return attempt, list(held.flat.leaves.values())
 

@@ -154,10 +154,10 @@ def test_the_report_says_what_was_written(small: Path, tmp_path: Path) -> None:
     target = tmp_path / "m.safetensors"
     report = convert(small, target)
     assert report == ConvertReport(
-        str(small),
-        str(target),
-        "ckpt",
-        "safetensors",
+        src=str(small),
+        dst=str(target),
+        source_format="ckpt",
+        target_format="safetensors",
         tensors=4,
         nbytes=(20 + 4 + 20) * 4 + 7 * 8,
         left_out=("optimizer.step",),
