@@ -30,20 +30,24 @@ from typing import NamedTuple
 from formats.catalog import (
     Catalog,
     Extent,
+    FilePlan,
     FileRecord,
     Key,
+    Outgoing,
+    OutgoingTensor,
+    Part,
     PieceTable,
     StoredPiece,
     TensorRecord,
     TensorRef,
     Tree,
     check_inside,
+    encoded_name,
     plain_names,
 )
 from formats.dtypes import BY_NAME, DType
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 from formats.limits import DIMENSIONS, ELEMENTS, Names, check, current
-from formats.outgoing import FilePlan, Outgoing, OutgoingTensor, Part, encoded_name
 from formats.storage import Reader
 from formats.strict_json import decode_object
 from sharding.layout import Box, Piece

@@ -23,21 +23,24 @@ from formats.catalog import (
     Catalog,
     Chunk,
     Extent,
+    FilePlan,
     FileRecord,
     Key,
     OpaqueValue,
+    Outgoing,
+    OutgoingTensor,
     PieceTable,
     StoredPiece,
     TensorRecord,
     TensorRef,
     Tree,
     check_inside,
+    encoded_name,
     plain_names,
 )
 from formats.dtypes import DType
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 from formats.limits import DIMENSIONS, ELEMENTS, Names, check
-from formats.outgoing import FilePlan, Outgoing, OutgoingTensor, encoded_name
 from formats.pickles.tree import BARE_TENSOR
 from formats.pickles.values import NumpyArray, NumpyDType, code_of
 from formats.storage import Reader

@@ -4,13 +4,19 @@
 itself. Paths are relative, with forward slashes. A single-file checkpoint is a folder with one
 file. A reader also finds files in a folder beside its own, under `../<folder>/<name>`, because a
 checkpoint may borrow from another. Formats check names before they form such a path.
+
+`Pool` reads with several threads, and in the caller's thread if no thread can start. From Python
+3.12 on, no thread starts while the interpreter exits, when a background save may still write files.
+A system may also refuse a thread at any time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar, runtime_checkable
+from threading import Lock
+from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from formats.errors import CorruptError
 
@@ -176,3 +182,31 @@ class Writer(Protocol):
     def create(self, name: str) -> AbstractContextManager[FileWriter]:
         """Returns a writer of a new file: durable if the block succeeds, removed otherwise."""
         ...
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Pool(ThreadPoolExecutor):
+    """A ThreadPoolExecutor whose `submit` runs the work itself if no thread can start."""
+
+    def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Returns the Future of a call, which runs once: in a thread, or before this returns."""
+        future: Future[R] = Future()
+        taken = Lock()
+        """Makes the call run once: the executor queues it before it fails to start a thread."""
+
+        def run() -> None:
+            if not taken.acquire(blocking=False) or not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        try:
+            super().submit(run)
+        except RuntimeError:
+            run()
+        return future

@@ -24,8 +24,12 @@ from formats import npz
 from formats.catalog import (
     Catalog,
     Extent,
+    FilePlan,
     FileRecord,
     Key,
+    Outgoing,
+    OutgoingTensor,
+    Part,
     TensorRef,
     Tree,
     change_dicts,
@@ -42,7 +46,6 @@ from formats.errors import (
     UnsupportedError,
 )
 from formats.limits import check
-from formats.outgoing import FilePlan, Outgoing, OutgoingTensor, Part
 from formats.pickles.machine import (
     COUNT_BYTES,
     LEGACY_MAGIC,

@@ -41,7 +41,7 @@ from formats.errors import UnsupportedError
 from formats.joined import Part, below, joined, under
 from formats.limits import check
 from formats.safetensors import huggingface
-from formats.safetensors.huggingface_files import BASES, choose
+from formats.safetensors.huggingface import BASES, choose
 from formats.storage import Reader
 from formats.strict_json import decode_object
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from struct import pack, unpack_from
 
-from formats.outgoing import Late, OutgoingTensor, Part, length_of
+from formats.catalog import Late, OutgoingTensor, Part, length_of
 
 ZIP64_BYTES = 1 << 30
 """Records of so many bytes get 64-bit sizes."""

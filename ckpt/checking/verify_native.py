@@ -26,8 +26,7 @@ from formats.native.borrowed import Root, Run
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, load, read_manifest
 from formats.native.reader import Shards
 from formats.native.shard import OWN_ENTRIES, RECORD, Shard, first_chunks
-from formats.storage import Reader, read_again
-from formats.threads import Pool
+from formats.storage import Pool, Reader, read_again
 from sharding.errors import listed
 from sharding.layout import Box
 

@@ -6,7 +6,7 @@ Rules:
    also if it appears during the conversion. The new checkpoint appears as a whole, and the old one
    stays until then (`ckpt.converting.targets`).
 2. A conversion holds a few blocks in memory, whatever the size of a tensor or the model. The files
-   of each format are planned (`formats.outgoing`), and copied by several threads
+   of each format are planned (`formats.catalog`), and copied by several threads
    (`ckpt.transfer.copy_files`) or ranks (`ckpt.transfer.copy_shares`).
 3. A result with fewer weights than the source, or another dtype of one, is an error that names
    each, before a byte is written, unless the caller chose so or allows it
@@ -59,10 +59,9 @@ from ckpt.stores.request_errors import explained_on_disk
 from ckpt.stores.store import Options, local_path, open_store, split_url
 from ckpt.transfer.copy_shares import called_together, memory_bytes_of, write_plans
 from formats import dcp, gguf, npz, torch_save
-from formats.catalog import OpaqueValue, Tree, join, without_opaque
+from formats.catalog import FilePlan, OpaqueValue, Outgoing, Tree, join, without_opaque
 from formats.errors import CorruptError, UnsupportedError
 from formats.native.shard import Progress
-from formats.outgoing import FilePlan, Outgoing
 from formats.safetensors import file as safetensors_file
 from formats.safetensors import huggingface
 from formats.safetensors.huggingface import with_modules

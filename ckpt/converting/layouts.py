@@ -28,9 +28,9 @@ from math import prod
 
 from ckpt.plan.save_plan import stored_layouts
 from ckpt.state.patterns import matches
+from formats.catalog import OutgoingTensor
 from formats.limits import RANKS
 from formats.native.manifest import StoredTensor
-from formats.outgoing import OutgoingTensor
 from sharding.errors import ArgumentError
 from sharding.kind import Kind
 from sharding.layout import Box, FlatShard, Layout, Mesh, Piece, Placement, Replicate, Shape, Shard

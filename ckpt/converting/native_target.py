@@ -32,12 +32,19 @@ from ckpt.transfer.commit import commit, is_not_there, now
 from ckpt.transfer.copy_files import FileCopier
 from ckpt.transfer.copy_shares import streamed, write_plans
 from ckpt.version import __version__
-from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
+from formats.catalog import (
+    Catalog,
+    FilePlan,
+    Outgoing,
+    OutgoingTensor,
+    TensorRecord,
+    TensorRef,
+    Tree,
+)
 from formats.dtypes import DType
 from formats.native.manifest import WRITER_KEYS, Manifest, ShardFile
 from formats.native.shard import ShardSummary, stored_order
 from formats.native.shard_writer import plan_shard, planned_summary, write_shard
-from formats.outgoing import FilePlan, Outgoing, OutgoingTensor
 from formats.storage import Reader
 from sharding.agreement.ranks import Ranks
 from sharding.errors import ArgumentError, without_secrets

@@ -9,9 +9,8 @@ import numpy as np
 from ckpt.checking.elements import Tolerance, same_value
 from ckpt.converting.native_target import StoredState
 from ckpt.transfer.copy_shares import streamed
-from formats.catalog import TensorRef, Tree, named_leaves
+from formats.catalog import OutgoingTensor, TensorRef, Tree, named_leaves
 from formats.errors import CorruptError
-from formats.outgoing import OutgoingTensor
 
 FLAT_FORMATS = ("safetensors", "huggingface", "npz", "gguf")
 """Formats without nests of values: only their tensors are compared."""

@@ -28,7 +28,7 @@ from ckpt.converting.targets import remove
 from ckpt.errors import ExistsError
 from ckpt.opening.sources import Source
 from ckpt.stores.request_errors import explained_on_disk
-from formats.outgoing import FilePlan, Late, OutgoingTensor
+from formats.catalog import FilePlan, Late, OutgoingTensor
 from formats.storage import FileWriter, Writer
 
 READ_BYTES = 1 << 20

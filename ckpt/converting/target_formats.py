@@ -24,11 +24,19 @@ from ckpt.mapping.changes import Changes, place_of_model, weights_beside
 from ckpt.mapping.model_files import CONFIG, ModelFiles, config_of, folder_of
 from ckpt.opening.sources import Source, open_source
 from formats import gguf, npz
-from formats.catalog import Catalog, OpaqueValue, Tree, TypedValue, join, named_leaves, plain_names
+from formats.catalog import (
+    Catalog,
+    OpaqueValue,
+    Outgoing,
+    Tree,
+    TypedValue,
+    join,
+    named_leaves,
+    plain_names,
+)
 from formats.dcp.nest import lost
 from formats.detect import ENDINGS
 from formats.errors import FormatError, UnsupportedError
-from formats.outgoing import Outgoing
 from formats.safetensors.file import is_carried
 from sharding.errors import ArgumentError, listed, without_secrets
 from sharding.kind import Kind

@@ -48,13 +48,12 @@ from ckpt.state.memory import awaited, kind_problem, memory_problem
 from ckpt.stores.store import Options, open_store
 from ckpt.transfer.commit import commit, now
 from ckpt.transfer.write import outgoing_whole
-from formats.catalog import TensorRef, Tree
+from formats.catalog import OutgoingTensor, TensorRef, Tree
 from formats.dcp.nest import key_path, nested
 from formats.dtypes import DType, dtype_of_torch
 from formats.errors import UnsupportedError
 from formats.native.manifest import Manifest, ShardFile, StoredTensor
 from formats.native.shard_writer import write_shard
-from formats.outgoing import OutgoingTensor
 from formats.pickles.tree import KeyPath
 from sharding.layout import Box, Layout, Mesh, Shape, Shard
 from sharding.layout.placement import chunk

@@ -23,7 +23,7 @@ from ckpt.live.process import HostServer
 from ckpt.live.protocol import Address
 from ckpt.live.runtime import runtime_folder
 from ckpt.stores.addresses import LiveUrl
-from formats.threads import Pool
+from formats.storage import Pool
 from sharding.agreement.ranks import Ranks, result_or_error
 
 LOOPBACK = "127.0.0.1"

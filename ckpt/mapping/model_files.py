@@ -29,11 +29,10 @@ from dataclasses import dataclass, field
 from ckpt.errors import NotACheckpointError
 from ckpt.mapping.casts import FLOATS, Casts
 from ckpt.stores.store import Options, open_store, split_url
-from formats.catalog import Catalog
+from formats.catalog import Catalog, FilePlan
 from formats.detect import ENDINGS
 from formats.dtypes import DType
 from formats.limits import check, current
-from formats.outgoing import FilePlan
 from formats.storage import Reader
 from formats.strict_json import decode_object
 from sharding.errors import without_secrets

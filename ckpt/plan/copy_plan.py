@@ -1,6 +1,6 @@
 """Plans the copies of a conversion as values: which bytes of a new file come from which files.
 
-`units_of` cuts a planned file (`formats.outgoing`) into units: runs of its bytes that are brought
+`units_of` cuts a planned file (`formats.catalog`) into units: runs of its bytes that are brought
 together in memory and written by one call. Rules:
 
 1. Bytes that lie at the source as they lie in the tensor become byte ranges with a place in the
@@ -22,9 +22,8 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from ckpt.plan.read_plan import BoxCopies, BoxCopy, ByteRange, Limits, byte_ranges_of, requests_for
-from formats.catalog import TensorRecord
+from formats.catalog import FilePlan, Late, OutgoingTensor, TensorRecord
 from formats.dtypes import DType
-from formats.outgoing import FilePlan, Late, OutgoingTensor
 from sharding.layout import Piece, Shape, span_boxes
 
 

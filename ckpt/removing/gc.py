@@ -47,7 +47,7 @@ from ckpt.transfer.facts import Facts, checkpoints_in, concerns_one_file
 from formats.errors import FormatError
 from formats.limits import current
 from formats.native.manifest import MANIFEST, load, read_manifest
-from formats.threads import Pool
+from formats.storage import Pool
 
 if TYPE_CHECKING:
     from ckpt.stores.driver import ObjectInfo

@@ -29,11 +29,10 @@ from ckpt.stores.served_store import check_writable
 from ckpt.stores.store import Options, Store, join_url, one_spelling, open_store
 from ckpt.transfer.commit import GRACE_SECONDS, check_no_other
 from ckpt.transfer.copy_files import FileCopier
-from formats.catalog import Extent, PieceTable, StoredPiece, TensorRecord
+from formats.catalog import Extent, FilePlan, OutgoingTensor, PieceTable, StoredPiece, TensorRecord
 from formats.dtypes import dtype_named
 from formats.errors import CorruptError
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, load, read_manifest
-from formats.outgoing import FilePlan, OutgoingTensor
 from sharding.errors import without_secrets
 from sharding.layout import Box, Piece
 

@@ -39,7 +39,7 @@ from ckpt.stores.shared_memory import (
     remove,
     take_huge_pages,
 )
-from formats.threads import Pool
+from formats.storage import Pool
 
 HEAD_BYTES = 1 << 12
 """Bytes before the data: one page, so that the data begins at a page."""

@@ -50,8 +50,8 @@ from formats.storage import (
     LOCAL_READ_BYTES,
     REMOTE_READ_BYTES,
     FileWriter,
+    Pool,
 )
-from formats.threads import Pool
 from sharding.errors import cause_without_secrets, without_secrets
 
 T = TypeVar("T")

@@ -33,8 +33,7 @@ from queue import SimpleQueue
 from typing import IO, Any
 
 from ckpt.stores.driver import PartLimits, StreamDriver
-from formats.storage import Buffer, FileWriter
-from formats.threads import Pool
+from formats.storage import Buffer, FileWriter, Pool
 
 PART_BYTES = 16 << 20
 """The size of a part, unless the memory budget is small or large."""

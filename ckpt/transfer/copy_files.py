@@ -12,7 +12,7 @@ bytes, verifies them, sums them if the file needs checksums, and writes them in 
 
 The checksums of a copied file's tensors, whose bytes come in runs, in any order.
 
-`formats.outgoing` has the two kinds. Several threads take the checksums of their runs at once, and
+`formats.catalog` has the two kinds. Several threads take the checksums of their runs at once, and
 add them one at a time.
 """
 
@@ -31,11 +31,10 @@ from ckpt.plan.copy_plan import CopySource, CopyUnit, Span, TensorRun, packed_pi
 from ckpt.plan.read_plan import requests_for
 from ckpt.transfer.read import FAR_WORKERS, THREAD_BYTES, RangeReader, ReadPolicy, workers_for
 from ckpt.transfer.record_sums import RecordSums, Verify
+from formats.catalog import FilePlan, Late, OutgoingTensor, length_of
 from formats.native.shard import Progress
 from formats.native.shard_writer import record_of
-from formats.outgoing import FilePlan, Late, OutgoingTensor, length_of
-from formats.storage import LOCAL_READ_BYTES, FileWriter, PlacedFileWriter, Reader, Writer
-from formats.threads import Pool
+from formats.storage import LOCAL_READ_BYTES, FileWriter, PlacedFileWriter, Pool, Reader, Writer
 from formats.zip_plan import SummedRanges, crc32
 
 UNIT_BYTES = 1 << 20

@@ -35,9 +35,8 @@ from ckpt.errors import StoreError
 from ckpt.plan.copy_plan import CopyUnit
 from ckpt.stores.local_files import LocalFileWriter, joined_file
 from ckpt.transfer.copy_files import SPAN_BYTES, FileCopier
-from formats.outgoing import FilePlan, Late, OutgoingTensor, Part, length_of
-from formats.storage import FileWriter, Writer
-from formats.threads import Pool
+from formats.catalog import FilePlan, Late, OutgoingTensor, Part, length_of
+from formats.storage import FileWriter, Pool, Writer
 from sharding.agreement.call_events import Clock, timed
 from sharding.agreement.ranks import HASH_BITS, Ranks
 
@@ -90,7 +89,7 @@ def write_plans(
     """Writes the files of a checkpoint, by this process or, if it is not alone, by all ranks.
 
     `placed` gives the writer, which puts the files in their place; `is_far` says it is a bucket's.
-    Returns the records of each file's tensors (`formats.outgoing`), on rank 0.
+    Returns the records of each file's tensors (`formats.catalog`), on rank 0.
 
     Raises:
         CorruptError: a chunk or record is not as it was written.

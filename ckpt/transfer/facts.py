@@ -41,7 +41,7 @@ from formats.native.manifest import (
     load,
     read_manifest,
 )
-from formats.threads import Pool
+from formats.storage import Pool
 
 if TYPE_CHECKING:
     from ckpt.stores.driver import ObjectInfo

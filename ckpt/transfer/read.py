@@ -48,8 +48,7 @@ from ckpt.transfer.record_sums import Part, RecordSums, Verify, changed
 from formats.catalog import Chunk, Extent
 from formats.errors import CorruptError
 from formats.native.shard import Progress
-from formats.storage import LOCAL_READ_BYTES, Reader, in_place, memory_name, read_again
-from formats.threads import Pool
+from formats.storage import LOCAL_READ_BYTES, Pool, Reader, in_place, memory_name, read_again
 from formats.zip_plan import crc32
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import torch
 
 from ckpt.plan.save_plan import WriteItem
 from ckpt.state.memory import is_conj_or_neg, is_plain, memory_of
+from formats.catalog import OutgoingTensor
 from formats.dtypes import DType
-from formats.outgoing import OutgoingTensor
 
 STAGE_BYTES = 16 << 20
 """Bytes that are copied at once of a tensor whose memory cannot be written as it lies."""

@@ -18,13 +18,12 @@ from ckpt.errors import StoreError
 from ckpt.plan.save_plan import SavePlan, WriteItem
 from ckpt.stores.store import Store, open_store
 from ckpt.transfer.bases import opened_base
-from formats.catalog import TensorRef, Tree
+from formats.catalog import OutgoingTensor, TensorRef, Tree
 from formats.dtypes import count_nonfinite, dtype_named
 from formats.native.borrowed import Lent
 from formats.native.manifest import Manifest, StoredTensor, dump, load
 from formats.native.shard import Progress, ShardSummary
 from formats.native.shard_writer import write_shard
-from formats.outgoing import OutgoingTensor
 from sharding.agreement.call_events import Requests, count_requests, take_requests
 
 STEP_BYTES = 8 << 20

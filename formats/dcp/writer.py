@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from formats.catalog import TensorRef
+from formats.catalog import FilePlan, Outgoing, OutgoingTensor, Part, TensorRef, length_of
 from formats.dcp.nest import METADATA, flattened
 from formats.errors import UnsupportedError
-from formats.outgoing import FilePlan, Outgoing, OutgoingTensor, Part, length_of
 from formats.pickles.records import (
     BytesStorageMetadata,
     ChunkStorageMetadata,

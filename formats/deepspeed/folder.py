@@ -57,8 +57,7 @@ from formats.joined import below
 from formats.limits import applied, current
 from formats.pickles.records import StoredTensor
 from formats.pickles.tree import Nest
-from formats.storage import Reader
-from formats.threads import Pool
+from formats.storage import Pool, Reader
 from sharding.layout import row_major
 
 LATEST = ("latest", "latest_universal")

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from formats.catalog import Chunk, Extent
+from formats.catalog import Chunk, Extent, OutgoingTensor
 from formats.errors import CorruptError, FormatError
 from formats.limits import check
 from formats.native.borrowed import (
@@ -42,7 +42,6 @@ from formats.native.borrowed import (
 )
 from formats.native.codec import decompress, differ
 from formats.native.manifest import ShardFile
-from formats.outgoing import OutgoingTensor
 from formats.safetensors.header import PREFIX_BYTES, Entry, Header, parse
 from formats.storage import Reader, read_again
 

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import xxhash
 
+from formats.catalog import FilePlan, Late, OutgoingTensor, length_of
 from formats.dtypes import DType
 from formats.errors import FormatError
 from formats.native.borrowed import (
@@ -43,10 +44,8 @@ from formats.native.shard import (
     stored_order,
     table_entry,
 )
-from formats.outgoing import FilePlan, Late, OutgoingTensor, length_of
 from formats.safetensors.header import build
-from formats.storage import Buffer, FileWriter
-from formats.threads import Pool
+from formats.storage import Buffer, FileWriter, Pool
 
 
 def write_shard(

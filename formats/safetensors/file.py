@@ -26,7 +26,10 @@ from dataclasses import dataclass
 from formats.catalog import (
     Catalog,
     Extent,
+    FilePlan,
     FileRecord,
+    Outgoing,
+    OutgoingTensor,
     PieceTable,
     StoredPiece,
     TensorRecord,
@@ -35,7 +38,6 @@ from formats.catalog import (
 )
 from formats.dtypes import BY_NAME, DType
 from formats.errors import FormatError, UnsupportedError
-from formats.outgoing import FilePlan, Outgoing, OutgoingTensor
 from formats.safetensors.header import BITS, Entry, Header, build, read_header
 from formats.storage import Reader
 from formats.strict_json import decode_object

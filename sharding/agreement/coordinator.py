@@ -20,11 +20,22 @@ from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
 
-from sharding.agreement.channel import ANSWER_SECONDS, ERROR_SECONDS, Call, Join
-from sharding.agreement.links import MOST_SECONDS, Failure, Kind, Link, Message, flush, rank_of
+from sharding.agreement.channel import (
+    ANSWER_SECONDS,
+    ERROR_SECONDS,
+    MOST_SECONDS,
+    Call,
+    Failure,
+    Join,
+    Kind,
+    Link,
+    Message,
+    WaitWarning,
+    flush,
+    rank_of,
+)
 from sharding.agreement.participant import ConnectedChannel, ended, late
 from sharding.agreement.rendezvous import BACKLOG, Rendezvous
-from sharding.agreement.wait_warning import WaitWarning
 from sharding.errors import TransferError
 
 FULL = (errno.EMFILE, errno.ENFILE)

@@ -16,10 +16,18 @@ from dataclasses import replace
 from time import monotonic
 from weakref import WeakSet
 
-from sharding.agreement.channel import ANSWER_SECONDS, Call, Channel, Join
-from sharding.agreement.links import Failure, Kind, Link, Message
+from sharding.agreement.channel import (
+    ANSWER_SECONDS,
+    Call,
+    Channel,
+    Failure,
+    Join,
+    Kind,
+    Link,
+    Message,
+    WaitWarning,
+)
 from sharding.agreement.rendezvous import Rendezvous
-from sharding.agreement.wait_warning import WaitWarning
 
 ENDED, LATE = "ProcessEnded", "TimeoutError"
 """The names of the errors of ranks that cannot send their own."""

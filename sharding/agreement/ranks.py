@@ -27,12 +27,12 @@ from sharding.agreement.channel import (
     Call,
     Channel,
     Continuation,
+    Failure,
     FakeChannel,
     Join,
     waiting_seconds,
 )
 from sharding.agreement.coordinator import Coordinator
-from sharding.agreement.links import Failure
 from sharding.agreement.participant import Participant
 from sharding.agreement.rendezvous import Rendezvous
 from sharding.errors import (

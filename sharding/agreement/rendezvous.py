@@ -1,7 +1,7 @@
 """The rendezvous of a group: rank 0 listens, the others connect to it.
 
 Each rank asks the process group's store once, for rank 0's address. All messages use the
-connections (`sharding.agreement.links`): they do not depend on the kind of store, and delay no
+connections (`sharding.agreement.channel`): they do not depend on the kind of store, and delay no
 other user of the store.
 
 Rules:
@@ -36,8 +36,7 @@ from functools import cached_property, lru_cache
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from sharding.agreement.links import PROTOCOL, SECRET_CHARS, Failure, Link, greeting
-from sharding.agreement.wait_warning import WaitWarning
+from sharding.agreement.channel import PROTOCOL, SECRET_CHARS, Failure, Link, WaitWarning, greeting
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

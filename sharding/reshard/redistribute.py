@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from sharding.agreement.channel import waiting_seconds
-from sharding.agreement.links import MOST_SECONDS
+from sharding.agreement.channel import MOST_SECONDS, waiting_seconds
 from sharding.agreement.ranks import Ranks, message_device
 from sharding.engine.transport import PendingWork
 from sharding.errors import ArgumentError, TransferError

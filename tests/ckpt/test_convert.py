@@ -17,12 +17,11 @@ from ckpt.converting.convert import ConvertReport, convert
 from ckpt.converting.target_formats import Format, format_of
 from ckpt.errors import ArgumentError, ExistsError, NotACheckpointError
 from ckpt.stores.local_store import LocalStore
-from formats.catalog import TensorRef
+from formats.catalog import OutgoingTensor, TensorRef
 from formats.dtypes import BY_NAME, DTYPES
 from formats.errors import CorruptError, UnsupportedError
 from formats.native.manifest import Manifest, StoredTensor, dump
 from formats.native.shard_writer import write_shard
-from formats.outgoing import OutgoingTensor
 from sharding.layout import Layout, Mesh, Shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

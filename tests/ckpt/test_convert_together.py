@@ -18,7 +18,7 @@ import ckpt
 from ckpt.opening.sources import open_source
 from ckpt.stores.store import open_store
 from ckpt.transfer.copy_shares import share_of
-from formats.outgoing import FilePlan
+from formats.catalog import FilePlan
 from tests.stores.server import Server
 
 TARGETS = {"safetensors": "c.safetensors", "torch": "c.pt", "hf": "hf", "dcp": "dcp", "ckpt": "c"}

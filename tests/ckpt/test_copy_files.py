@@ -19,9 +19,9 @@ from ckpt.plan.read_plan import Limits
 from ckpt.stores.local_store import LocalStore
 from ckpt.transfer.copy_files import CopySizes, FileCopier
 from ckpt.transfer.read import ReadPolicy
+from formats.catalog import FilePlan, OutgoingTensor, Part, length_of
 from formats.dtypes import BY_NAME
 from formats.errors import CorruptError
-from formats.outgoing import FilePlan, OutgoingTensor, Part, length_of
 from formats.safetensors.header import build
 from formats.storage import Buffer
 from formats.zip_plan import Member, zip_parts

@@ -14,11 +14,10 @@ from ckpt.plan.read_plan import ReadRequest, requests_for
 from ckpt.plan.save_plan import stored_layouts
 from ckpt.stores.store import open_store
 from ckpt.transfer.read import Array, bytes_of, read_requests
-from formats.catalog import TensorRef
+from formats.catalog import OutgoingTensor, TensorRef
 from formats.dtypes import BY_NAME
 from formats.native.manifest import MANIFEST, Manifest, StoredTensor, dump
 from formats.native.shard_writer import write_shard
-from formats.outgoing import OutgoingTensor
 from sharding.layout import (
     FlatShard,
     Layout,

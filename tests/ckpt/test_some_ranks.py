@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
-from sharding.agreement import wait_warning
+from sharding.agreement import channel as wait_warning
 from sharding.agreement.ranks import Ranks
 
 WAIT_SECONDS = 60.0

@@ -29,7 +29,16 @@ from ckpt.plan.read_plan import (
 )
 from ckpt.stores.local_store import LocalStore
 from ckpt.transfer.read import SCRATCH_BYTES, ReadPolicy, bytes_of, read_requests
-from formats.catalog import Catalog, Chunk, Extent, PieceTable, StoredPiece, TensorRecord, TensorRef
+from formats.catalog import (
+    Catalog,
+    Chunk,
+    Extent,
+    OutgoingTensor,
+    PieceTable,
+    StoredPiece,
+    TensorRecord,
+    TensorRef,
+)
 from formats.dtypes import BY_NAME
 from formats.errors import CorruptError, FormatError
 from formats.native import reader as native
@@ -37,7 +46,6 @@ from formats.native.codec import compress, decompress
 from formats.native.manifest import Manifest, StoredTensor, dump
 from formats.native.shard import CHUNK_BYTES, COMPRESSED_CHUNK_BYTES
 from formats.native.shard_writer import write_shard
-from formats.outgoing import OutgoingTensor
 from formats.storage import LOCAL_READ_BYTES
 from sharding.layout import Box, HoleError, Layout, Mesh, Piece, Replicate, Shard, Split, row_major
 

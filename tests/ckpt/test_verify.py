@@ -14,12 +14,11 @@ from ckpt.converting.convert import convert
 from ckpt.errors import NotACheckpointError
 from ckpt.saving.save import save
 from ckpt.stores.local_store import LocalStore
-from formats.catalog import TensorRef
+from formats.catalog import OutgoingTensor, TensorRef
 from formats.dtypes import BY_NAME
 from formats.errors import UnsupportedError
 from formats.native.manifest import Manifest, StoredTensor, dump, load
 from formats.native.shard_writer import write_shard
-from formats.outgoing import OutgoingTensor
 from formats.safetensors.header import parse
 from sharding.layout import Layout, Mesh, Shard
 

@@ -26,13 +26,12 @@ from torch.utils._pytree import tree_leaves
 
 from ckpt.opening.sources import open_source
 from ckpt.stores.store import open_store
-from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
+from formats.catalog import Catalog, Outgoing, OutgoingTensor, TensorRecord, TensorRef, Tree
 from formats.dcp import plans, read
 from formats.dcp.nest import flattened, nested
 from formats.dcp.reader import AlikeItems
 from formats.dtypes import DTYPES, dtype_of_torch
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
-from formats.outgoing import Outgoing, OutgoingTensor
 from formats.storage import Reader
 from sharding.layout import Box
 from tests.dcp_alone import load as torch_load

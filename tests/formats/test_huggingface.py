@@ -15,13 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckpt.stores.store import open_store
-from formats.catalog import Catalog, TensorRef
+from formats.catalog import Catalog, Outgoing, OutgoingTensor, TensorRef
 from formats.dtypes import BY_NAME, dtype_of_torch
 from formats.errors import CorruptError, FormatError, HostileError
 from formats.limits import parse_size
-from formats.outgoing import Outgoing, OutgoingTensor
-from formats.safetensors.huggingface import plans, read, split
-from formats.safetensors.huggingface_files import Chosen, choose
+from formats.safetensors.huggingface import Chosen, choose, plans, read, split
 from tests.formats.written import write_files
 
 INDEX = "model.safetensors.index.json"

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import ckpt
-from formats.catalog import TensorRef, Tree
+from formats.catalog import OutgoingTensor, TensorRef, Tree
 from formats.dtypes import BY_NAME, DTYPES, DType, count_nonfinite
 from formats.errors import FormatError
 from formats.native import codec, shard, shard_writer
@@ -25,7 +25,6 @@ from formats.native.manifest import Manifest, ShardFile, StoredTensor, dump, loa
 from formats.native.shard import OWN_ENTRIES, TABLE, ShardSummary
 from formats.native.shard_writer import write_shard
 from formats.native.tree import NAN_BITS
-from formats.outgoing import OutgoingTensor
 from formats.safetensors.header import BITS, parse
 from formats.storage import Buffer
 from sharding.layout import (

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
 from ckpt.stores.store import open_store
-from formats.catalog import Catalog, TensorRef, plain_names
+from formats.catalog import Catalog, Outgoing, OutgoingTensor, TensorRef, plain_names
 from formats.dtypes import DTYPES, DType, dtype_of_torch
 from formats.errors import CorruptError, FormatError, UnsupportedError
-from formats.outgoing import Outgoing, OutgoingTensor
 from formats.safetensors.file import (
     DTYPES_KEY,
     PACKED,

@@ -8,7 +8,7 @@ from threading import Event
 
 import pytest
 
-from formats.threads import Pool
+from formats.storage import Pool
 
 
 class Threads:

@@ -20,11 +20,18 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckpt.stores.store import open_store
-from formats.catalog import Catalog, OpaqueValue, TensorRecord, TensorRef, Tree
+from formats.catalog import (
+    Catalog,
+    OpaqueValue,
+    Outgoing,
+    OutgoingTensor,
+    TensorRecord,
+    TensorRef,
+    Tree,
+)
 from formats.dtypes import DTYPES, DType, dtype_of_torch
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 from formats.limits import DEPTH
-from formats.outgoing import Outgoing, OutgoingTensor
 from formats.storage import Reader
 from formats.torch_save import plan, read
 from formats.zip_plan import ZIP64_BYTES

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from formats import zip_plan
+from formats.catalog import FilePlan, Late, OutgoingTensor
 from formats.dtypes import BY_NAME
-from formats.outgoing import FilePlan, Late, OutgoingTensor
 from formats.zip_plan import Member, zip_parts
 from tests.formats.written import bytes_of
 from tests.selection import examples

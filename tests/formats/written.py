@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from formats.outgoing import FilePlan, Late, length_of
+from formats.catalog import FilePlan, Late, length_of
 from formats.storage import Writer
 from formats.zip_plan import crc32
 

@@ -13,10 +13,10 @@ from ckpt.live.sealing import SealJob, seal, seal_job_message, sealed
 from ckpt.plan.save_plan import SavePlan, WriteItem
 from ckpt.stores.local_store import LocalStore
 from ckpt.transfer.write_job import STEP_BYTES, read_call, read_plan
+from formats.catalog import OutgoingTensor
 from formats.dtypes import dtype_named
 from formats.native.shard import CHUNK_BYTES
 from formats.native.shard_writer import write_shard
-from formats.outgoing import OutgoingTensor
 
 DTYPES = [dtype_named(name, "w") for name in ("F64", "C128", "BF16", "I8", "BOOL")]
 

@@ -27,12 +27,10 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt.live import runtime
-from sharding.agreement.channel import Call
+from sharding.agreement.channel import PROTOCOL, Call, WaitWarning, greeting
 from sharding.agreement.coordinator import Coordinator
-from sharding.agreement.links import PROTOCOL, greeting
 from sharding.agreement.ranks import Ranks
 from sharding.agreement.rendezvous import LOOPBACK, Rendezvous
-from sharding.agreement.wait_warning import WaitWarning
 from tests.live.hosts import TOKEN, descriptors_of, until
 from tests.live.offered import offered
 from tests.live.test_serve import certificate, serving

@@ -22,19 +22,20 @@ from hypothesis import strategies as st
 from sharding.agreement import coordinator as coordinator_module
 from sharding.agreement import ranks as ranks_module
 from sharding.agreement import rendezvous as rendezvous_module
-from sharding.agreement.channel import Call
-from sharding.agreement.coordinator import MOST_STRANGERS, Coordinator
-from sharding.agreement.links import (
+from sharding.agreement.channel import (
     MOST_JSON_BYTES,
     MOST_TEXT_CHARS,
     PROTOCOL,
+    Call,
     Failure,
     Kind,
     Link,
     Message,
+    WaitWarning,
     flush,
     greeting,
 )
+from sharding.agreement.coordinator import MOST_STRANGERS, Coordinator
 from sharding.agreement.participant import ENDED, Participant, ended
 from sharding.agreement.ranks import Ranks
 from sharding.agreement.rendezvous import (
@@ -46,7 +47,6 @@ from sharding.agreement.rendezvous import (
     _own_hosts,
     _Place,
 )
-from sharding.agreement.wait_warning import WaitWarning
 from sharding.errors import ArgumentError, RankError
 
 WAITING = WaitWarning(Call(1, "a call", 60.0, "a stage"), 1)

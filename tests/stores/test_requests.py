@@ -14,7 +14,7 @@ import ckpt
 from ckpt.stores.driver import Gate, OwnOptions
 from ckpt.stores.store import open_store
 from ckpt.version import __version__
-from formats.threads import Pool
+from formats.storage import Pool
 from sharding.agreement.call_events import Requests
 from tests.selection import slow, thorough
 from tests.stores.fault_proxy import FaultProxy, Seen
