@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -686,15 +687,26 @@ def _file_system(path: Path) -> _Result:
 
 def _mount(path: Path) -> tuple[str, str, str]:
     """Returns the mount point of a path, its kind and its options; empty where none are told."""
-    real, found = os.path.realpath(path), ("", "", "")
     with suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8") as lines:
-        for line in lines:
-            own, _, rest = line.partition(" - ")
-            point = own.split(" ")[4].encode().decode("unicode_escape")
-            # A later mount at the same point covers an earlier one.
-            is_above = f"{real}/".startswith(f"{point.rstrip('/')}/")
-            if is_above and len(point) >= len(found[0]):
-                found = point, rest.split(" ")[0], own.split(" ")[5]
+        return mount_of(os.path.realpath(path), lines)
+    return "", "", ""
+
+
+def mount_of(path: str, lines: Iterable[str]) -> tuple[str, str, str]:
+    r"""Returns the mount point of a path, its kind and its options, from Linux's list of mounts.
+
+    >>> lines = ["1 0 0:1 / / rw - overlay overlay rw", "2 1 0:2 / /a\\040b ro - nfs4 host:/ rw"]
+    >>> mount_of("/a b/runs", lines), mount_of("/a", lines)[1]
+    (('/a b', 'nfs4', 'ro'), 'overlay')
+    """
+    found = ("", "", "")
+    for line in lines:
+        own, _, rest = line.partition(" - ")
+        fields = own.split(" ")
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
+        is_above = f"{path}/".startswith(f"{point.rstrip('/')}/")
+        if is_above and len(point) >= len(found[0]):  # a later mount covers an earlier one
+            found = point, rest.split(" ")[0], fields[5]
     return found
 
 

@@ -25,6 +25,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt.checking.doctor import Outcome, examine
 from ckpt.live.http_server import HttpConnection, HttpRequest
 from ckpt.live.protocol import RefusedError
 from ckpt.live.serve import FolderApp, ServeOptions, _parts
@@ -88,6 +89,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def client(folder: Path) -> Iterator[Client]:
     with serving(folder, CKPT_TOKEN=TOKEN) as (url, _), client_of(url) as found:
         yield found
+
+
+def test_the_doctor_only_reads_from_a_server_of_checkpoints(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_TOKEN", TOKEN)
+    examination = examine(f"http://{client.connection.host}:{client.connection.port}")
+    found = {one.name: one.outcome for one in examination.findings}
+    assert (found["list"], found["range read"]) == (Outcome.OK, Outcome.OK)
+    assert found["put"] is Outcome.NOT_TRIED
+    assert examination.folder == ""
 
 
 def test_files_and_ranges_of_them_are_served(client: Client, folder: Path) -> None:

@@ -2,14 +2,18 @@
 
 import json
 import os
+import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ckpt.checking.doctor import ARCHIVES, PERMISSIONS, examine, harms_of
+from ckpt.checking import doctor
+from ckpt.checking.doctor import ARCHIVES, PERMISSIONS, Outcome, examine, harms_of
 from ckpt.errors import LeftOverWarning
 from tests.selection import thorough
 from tests.stores.fault_proxy import FaultProxy
@@ -79,6 +83,16 @@ def test_nothing_is_written_for_a_read_only_look(tmp_path: Path, run: Run) -> No
     assert {one["name"]: one["outcome"] for one in shown["promises"]}[
         "checkpoints are read"
     ] == "ok"
+
+
+def test_a_clock_that_differs_is_told_with_the_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = SimpleNamespace(time=lambda: time.time() + 300, perf_counter=time.perf_counter)
+    monkeypatch.setattr(doctor, "time", here)
+    clock = next(one for one in examine(tmp_path).findings if one.name == "clock")
+    assert clock.outcome is Outcome.MISSING
+    assert re.fullmatch(r"the store is (299|300) s behind this machine", clock.detail)
 
 
 def test_a_place_that_cannot_be_reached_is_an_error(moto: Server, run: Run) -> None:
