@@ -35,7 +35,7 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 CODE = re.compile(r"^(<!-- not run: .*? -->\n+)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-HIDDEN = re.compile(r"^<!-- run: (.*?) -->$", re.MULTILINE | re.DOTALL)
+HIDDEN = re.compile(r"^<!-- run: (.*?)\s-->$", re.MULTILINE | re.DOTALL)
 TRAIN = next(match[4] for match in BLOCK.finditer(PAGES[0].read_text()) if match[3] == "train.py")
 """The program of README: the quick start shows it again, and other pages only use it."""
 STARTS = r"```console\n\$ (python|torchrun)"
