@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -145,13 +145,18 @@ def run(options: Options) -> int:
 
 
 def _write_page(path: str, url: str, told: Mapping[str, object] | None, found: Comparison) -> None:
+    from ckpt.checking.diff import size_order
+    from ckpt.checking.report import file_problems
     from ckpt.opening.sources import open_source
     from tools.page.described import chain_of, described, described_differences
     from tools.page.html_page import write_page
 
     with open_source(url, told) as source:
-        data = described(source.url, source.catalog, chain_of(source.url, source.catalog, told))
-    write_page(path, {**data, "differences": described_differences(found)})
+        chain = chain_of(source.url, source.catalog, told)
+        wrong = file_problems(source.store.sizes(), source.catalog)
+        data = described(source.url, source.catalog, chain, wrong=wrong)
+    ordered = replace(found, tensors=tuple(sorted(found.tensors, key=size_order)))
+    write_page(path, {**data, "differences": described_differences(ordered)})
 
 
 def _value_line(value: ValueDifference) -> str:
@@ -200,6 +205,8 @@ def _prefix(more: Sequence[str], less: Sequence[str]) -> str | None:
 
 def _lines(found: Comparison, is_verbose: bool) -> Iterator[str]:
     """Yields the report for people: the largest differences first, random states apart."""
+    from ckpt.checking.diff import is_random, size_order
+
     if is_verbose:
         yield from (f"= {printable(name)}" for name in found.equal_tensors)
     if not found.equal:
@@ -211,7 +218,7 @@ def _lines(found: Comparison, is_verbose: bool) -> Iterator[str]:
     parts = (
         [coloured(f"- {printable(name)}: only in A", "removed") for name in found.only_a],
         [coloured(f"+ {printable(name)}: only in B", "added") for name in found.only_b],
-        [_tensor_line(one) for one in sorted(others, key=_order)],
+        [_tensor_line(one) for one in sorted(others, key=size_order)],
         [_value_line(value) for value in found.values],
         [_structure_line(one) for one in found.structure],
     )
@@ -229,11 +236,6 @@ def _lines(found: Comparison, is_verbose: bool) -> Iterator[str]:
     yield from _sum_lines(found, max((one.max_abs for one in others), default=0.0))
 
 
-def _order(one: TensorDifference) -> tuple[bool, bool, float]:
-    """Other shapes and dtypes first, then by the largest |a - b|; counters of steps last."""
-    return one.problem == "values", one.elements == 1, -one.max_abs
-
-
 def _tensor_line(one: TensorDifference) -> str:
     return coloured(f"! {printable(one.name)}: {printable(one.detail)}", "changed")
 
@@ -241,16 +243,6 @@ def _tensor_line(one: TensorDifference) -> str:
 def _structure_line(one: StructureDifference) -> str:
     name = printable(one.name) or "the whole"
     return coloured(f"! {name}: {printable(one.a)} in A, {printable(one.b)} in B", "changed")
-
-
-def is_random(name: str) -> bool:
-    """Whether a tensor is by its name the state of a random generator.
-
-    >>> is_random("rng.rank0.torch"), is_random("rng_state.cpu"), is_random("model.rngs.w")
-    (True, True, False)
-    """
-    first = name.partition(".")[0]
-    return first in ("rng", "random") or first.startswith(("rng_", "random_"))
 
 
 def _module_lines(differing: Sequence[TensorDifference], equal: Sequence[str]) -> Iterator[str]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from ckpt.checking.report import file_problems
 from ckpt.display import amount, count, printable, size
 from ckpt.loading.newest import BEGAN
 from ckpt.mapping.changes import parameters_in
@@ -153,7 +154,8 @@ def _write_page(path: str, source: Source, told: Mapping[str, object] | None) ->
     from tools.page.html_page import write_page
 
     chain = chain_of(source.url, source.catalog, told)
-    write_page(path, described(source.url, source.catalog, chain))
+    wrong = file_problems(source.store.sizes(), source.catalog)
+    write_page(path, described(source.url, source.catalog, chain, wrong=wrong))
     print(printable(path))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from ckpt.checking.report import file_problems
 from ckpt.display import amount, natural, printable, size
 from ckpt.errors import NotACheckpointError
 from ckpt.mapping.changes import parameters_in
@@ -28,7 +29,6 @@ from tools.text import Meaning, age, coloured, columns, date, json_text, numbers
 
 if TYPE_CHECKING:
     from ckpt.loading.newest import Committed
-    from ckpt.stores.store import Store
 
 HELP = Help(
     summary="list the checkpoints in a folder, or the tensors in a checkpoint",
@@ -302,7 +302,7 @@ def _row(url: str, name: str, told: Mapping[str, object] | None) -> Row | None:
 
     try:
         with open_source(url, told, with_advice=False) as source:
-            catalog, wrong = source.catalog, _wrong(source.store, source.catalog)
+            catalog, wrong = source.catalog, file_problems(source.store.sizes(), source.catalog)
             gone = [base for base in catalog.bases if not _is_there(source.store, base)]
     except NotACheckpointError:
         with open_store(url, told) as store:
@@ -343,15 +343,3 @@ def _is_there(reader: Reader, base: str) -> bool:
         return reader.size(beside(base, MANIFEST)) > 0
     except FileNotFoundError:
         return False
-
-
-def _wrong(store: Store, catalog: Catalog) -> str:
-    """Returns a text on missing files and wrong sizes; other formats' readers check themselves."""
-    if catalog.format != "ckpt":
-        return ""
-    there, files = store.sizes(), catalog.files
-    missing = sum(file.name not in there for file in files)
-    other = sum(there.get(file.name, file.size) != file.size for file in files)
-    of = f"of {len(files)} files"
-    said = (f"{missing} {of} missing", f"{other} {of} cut or appended to")
-    return ", ".join(text for text, number in zip(said, (missing, other), strict=True) if number)

@@ -122,6 +122,21 @@ class Comparison:
         return not any(found)
 
 
+def is_random(name: str) -> bool:
+    """Whether a tensor is by its name the state of a random generator, whose bytes always differ.
+
+    >>> is_random("rng.rank0.torch"), is_random("rng_state.cpu"), is_random("model.rngs.w")
+    (True, True, False)
+    """
+    first = name.partition(".")[0]
+    return first in ("rng", "random") or first.startswith(("rng_", "random_"))
+
+
+def size_order(one: TensorDifference) -> tuple[bool, bool, bool, float]:
+    """A sort key: shapes and dtypes, the largest |a - b| first, single numbers, random states."""
+    return is_random(one.name), one.problem == "values", one.elements == 1, -one.max_abs
+
+
 def diff(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from formats.catalog import Catalog
 from formats.errors import FormatError
 
 
@@ -65,3 +67,19 @@ class Report:
     def sound(self) -> bool:
         """Whether the check found no problem."""
         return not self.problems
+
+
+def file_problems(sizes: Mapping[str, int], catalog: Catalog) -> str:
+    """Returns a text on files of a native checkpoint that are missing or have other sizes.
+
+    It is empty without such files, and for other formats, whose readers check themselves. `sizes`
+    are those of the files in the folder.
+    """
+    if catalog.format != "ckpt":
+        return ""
+    files = catalog.files
+    missing = sum(file.name not in sizes for file in files)
+    other = sum(sizes.get(file.name, file.size) != file.size for file in files)
+    of = f"of {len(files)} files"
+    said = (f"{missing} {of} missing", f"{other} {of} cut or appended to")
+    return ", ".join(text for text, number in zip(said, (missing, other), strict=True) if number)

@@ -80,7 +80,10 @@ def item(page: Any, name: str) -> Any:
 def rows(page: Any, label: str) -> list[list[str]]:
     """The texts of a table."""
     found = page.get_by_role("table", name=label, exact=True).locator("tbody tr")
-    return [[cell.strip() for cell in row.locator("td").all_inner_texts()] for row in found.all()]
+    return found.evaluate_all(TEXTS)
+
+
+TEXTS = "all => all.map((row) => [...row.cells].map((cell) => cell.innerText.trim()))"
 
 
 def test_a_click_on_a_tensor_shows_who_holds_which_piece(open_page, demo):
@@ -131,11 +134,68 @@ def test_the_balance_of_ranks_and_the_totals_are_shown(open_page, demo):
     assert len(rows(page, "Files")) == 5
 
 
+def test_the_first_view_has_the_facts_and_the_modules_by_size(open_page, tmp_path):
+    with ckpt.Checkpointer(tmp_path / "run", every_steps=1, signals=()) as run:
+        model = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.Linear(50, 4))
+        run.save(1, {"model": model}, {"loss": 2.5})
+    (shard,) = (tmp_path / "run" / "step-1").glob("*.safetensors")
+    for is_whole in (True, False):
+        main(["inspect", str(tmp_path / "run" / "step-1"), "--html", str(tmp_path / "p.html")])
+        page = open_page(tmp_path / "p.html")
+        assert page.title() == "step-1"
+        facts = [one.inner_text().split("\n")[:2] for one in page.locator(".facts div").all()]
+        assert facts[:2] == [["step", "1"], ["loss", "2.5"]]
+        assert ["parameters", "2.25 K"] in facts
+        assert facts[-1] == ["state", "complete" if is_whole else "damaged"]
+        shard.unlink(missing_ok=True)
+    areas = page.locator(".treemap > g[tabindex='0']")
+    assert areas.first.get_attribute("aria-label").startswith("model.0: 8.20 kB")
+    areas.first.focus()
+    page.keyboard.press("Enter")
+    assert page.locator("h2").first.inner_text() == "model.0"
+    assert [row[0] for row in rows(page, "Parts")] == ["weight", "bias"]
+    page.get_by_role("tab", name="Tensors").focus()
+    page.keyboard.press("Home")
+    assert page.get_by_role("tab", name="Overview").get_attribute("aria-selected") == "true"
+
+
+def test_a_title_of_a_table_sorts_it_and_a_last_row_has_the_totals(open_page, demo):
+    page = open_page(demo)
+    page.get_by_role("tab", name="Ranks and files").click()
+    sizes = page.get_by_role("table", name="Files", exact=True)
+    for direction in ("descending", "ascending"):
+        sizes.get_by_role("button", name="size").click()
+        assert sizes.locator("th[aria-sort]").get_attribute("aria-sort") == direction
+        found = [int(one) for one in sizes.locator("td span").evaluate_all(VALUES)]
+        assert found[:-1] == sorted(found[:-1], reverse=direction == "descending")
+        assert found[-1] == sum(found[:-1])
+
+
+VALUES = "all => all.map((one) => one.dataset.value).filter(Boolean)"
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_no_window_is_too_narrow_and_no_word_is_broken(open_page, demo, tmp_path, width):
+    folder = str(demo.with_suffix(""))
+    ckpt.save(tmp_path / "other", {"model.layers.0.attn.weight": torch.ones(64, 32)})
+    main(["diff", "-q", folder, str(tmp_path / "other"), "--html", str(tmp_path / "d.html")])
+    for path in (demo, tmp_path / "d.html"):
+        page = open_page(path)
+        page.set_viewport_size({"width": width, "height": 844})
+        for tab in page.get_by_role("tab").all():
+            tab.click()
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            narrow = page.locator("th, td").evaluate_all(
+                "all => all.filter((one) => one.innerText.length > 3 && one.clientWidth < 24)"
+            )
+            assert narrow == []
+
+
 def test_dark_and_light_can_be_chosen_and_are_readable(open_page, demo):
     page = open_page(demo)
     seen = set()
     for _ in range(2):
-        page.get_by_role("button", name="Dark").click()
+        page.locator("#theme").click()
         colours = page.evaluate(
             "['color', 'backgroundColor'].map((one) => getComputedStyle(document.body)[one])"
         )

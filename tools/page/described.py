@@ -12,6 +12,9 @@ from dataclasses import asdict
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from ckpt.display import amount, size
+from ckpt.mapping.changes import parameters_in
+from ckpt.run.history import metrics_of
 from ckpt.stores.store import join_url, split_url
 from formats.catalog import (
     Catalog,
@@ -23,6 +26,7 @@ from formats.catalog import (
 from formats.detect import is_shard
 from sharding.errors import without_secrets
 from sharding.layout import Box, Layout
+from tools.text import date, numbers
 
 if TYPE_CHECKING:
     from ckpt.checking.diff import Comparison
@@ -36,12 +40,17 @@ Json = dict[str, Any]
 
 
 def described(
-    url: str, catalog: Catalog, chain: Sequence[str], shown_pieces: int = MOST_PIECES
+    url: str,
+    catalog: Catalog,
+    chain: Sequence[str],
+    shown_pieces: int = MOST_PIECES,
+    wrong: str = "",
 ) -> Json:
     """Returns the data of the page.
 
     `chain` has the folders of the checkpoints whose chunks this one borrows. At most
-    `shown_pieces` pieces are listed; `pieces_left_out` counts the others.
+    `shown_pieces` pieces are listed; `pieces_left_out` counts the others. `wrong` tells missing
+    files and files of other sizes.
     """
     layouts: dict[Layout, int] = {}
     files = {file.name: at for at, file in enumerate(catalog.files)}
@@ -66,6 +75,8 @@ def described(
     values = list(_values(catalog.tree))
     return {
         "url": without_secrets(url),
+        "name": split_url(without_secrets(url))[1] or without_secrets(url),
+        "facts": _facts(catalog, wrong),
         "format": catalog.format,
         "metadata": dict(catalog.metadata),
         "notes": list(catalog.notes),
@@ -78,6 +89,32 @@ def described(
         "values_left_out": max(0, len(values) - MOST_VALUES),
         "pieces_left_out": left_out,
     }
+
+
+def _facts(catalog: Catalog, wrong: str) -> list[list[str]]:
+    """Returns the facts that come first: label, value, note, and whether it is good or bad."""
+    metadata = catalog.metadata
+    found = [["step", metadata["step"], "", ""]] if "step" in metadata else []
+    for name, value in metrics_of(metadata).items():
+        found.append([name, numbers({name: value}).partition("=")[2], "", ""])
+    if "time" in metadata:
+        day, _, hour = date(metadata["time"]).partition(" ")
+        found.append(["saved", day, hour, ""])
+    if parameters := parameters_in(catalog):
+        found.append(["parameters", amount(parameters), f"{parameters:,} in the model", ""])
+    files = size(sum(file.size for file in catalog.files))
+    found.append(["size", files, f"{len(catalog.tensors):,} tensors", ""])
+    if "world_size" in metadata:
+        found.append(["ranks", metadata["world_size"], "wrote it", ""])
+    written = [file.size for file in catalog.files if is_shard(file.name)]
+    if len(written) > 1:
+        mean = sum(written) / len(written)
+        note = f"largest file of a rank, by the mean; {size(min(written))} to {size(max(written))}"
+        found.append(["balance", f"{max(written) / mean:.2f} ×", note, ""])
+    native = "all files are there in their sizes; ckpt verify compares every bit"
+    is_native = catalog.format == "ckpt"
+    note = wrong or (native if is_native else "its structure is; ckpt verify tells what it checks")
+    return [*found, ["state", "damaged" if wrong else "complete", note, "bad" if wrong else "good"]]
 
 
 def chain_of(url: str, catalog: Catalog, options: Mapping[str, Any] | None) -> list[str]:
@@ -99,6 +136,8 @@ def described_differences(found: Comparison) -> Json:
     count = len(found.tensors)
     for tensor in told["tensors"]:
         tensor["largest"] = f"{tensor['max_abs']:.6g}"
+    decades = {label for one in found.tensors for label, _ in one.histogram}
+    told["decades"] = sorted(decades, key=float)
     told["summary"] = (
         f"{found.compared_tensors:,} tensors were compared: {count:,} differ, "
         f"{len(found.equal_tensors):,} are equal or close."

@@ -64,7 +64,7 @@ def page(data: Mapping[str, Any]) -> str:
     policy = f"default-src 'none'; script-src {scripts}; style-src {_hash(style)}"
     parts = {
         "@POLICY@": policy,
-        "@TITLE@": escape(printable(data["url"])),
+        "@TITLE@": escape(printable(data["name"])),
         "@STYLE@": style,
         "@LAYOUT@": layout,
         "@SCRIPT@": script,

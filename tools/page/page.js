@@ -3,7 +3,7 @@
  * page by textContent, so a name is never markup. */
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const MOST_RECTANGLES = 4096, MOST_COLOURS = 48, MOST_ROWS = 200, MOST_FOUND = 500;
+  const MOST_RECTANGLES = 4096, MOST_COLOURS = 48, MOST_ROWS = 200, MOST_FOUND = 500, MOST_AREAS = 60;
   const byId = (id) => document.getElementById(id);
 
   /* ---- elements of the page ---- */
@@ -30,8 +30,9 @@
     return `${value.toFixed(value < 9.995 ? 2 : value < 99.95 ? 1 : 0)} ${units[unit]}`;
   }
 
-  /* A table of texts and numbers; a cell can be an element. Long tables grow by a button. */
-  function table(caption, head, rows) {
+  /* A table of texts and numbers; a cell can be an element. A title sorts by its column. Long
+   * tables grow by a button. `total` has the cells of a last row. */
+  function table(caption, head, rows, total) {
     const body = make("tbody");
     const numeric = head.map((_, column) => rows.length > 0 && isNumeric(rows[0][column]));
     const add = (upTo) => {
@@ -40,10 +41,27 @@
       }
     };
     add(MOST_ROWS);
-    const titles = head.map((title, column) =>
-      make("th", { scope: "col", class: numeric[column] ? "number" : null }, title));
+    const titles = head.map((title, column) => {
+      const cell = make("th", { scope: "col", class: numeric[column] ? "number" : null });
+      if (!title || rows.length < 2) return cell.append(title), cell;
+      const button = make("button", { type: "button" }, title);
+      button.addEventListener("click", () => {
+        const isDown = cell.getAttribute("aria-sort") !== "descending";
+        for (const other of titles) other.removeAttribute("aria-sort");
+        cell.setAttribute("aria-sort", isDown ? "descending" : "ascending");
+        rows = [...rows].sort((a, b) => compare(valueOf(a[column]), valueOf(b[column])) * (isDown ? -1 : 1));
+        const shown = body.rows.length;
+        body.replaceChildren();
+        add(shown);
+      });
+      cell.append(button);
+      return cell;
+    });
     const whole = make("div", { class: "wide" },
       make("table", { "aria-label": caption }, make("thead", {}, make("tr", {}, ...titles)), body));
+    if (total && rows.length > 1) {
+      whole.firstChild.append(make("tfoot", {}, make("tr", {}, ...total.map((cell, column) => cellOf(cell, numeric[column])))));
+    }
     if (rows.length > MOST_ROWS) {
       const more = make("button", { type: "button" }, `Show all ${count(rows.length)} rows`);
       more.addEventListener("click", () => { add(rows.length); more.remove(); });
@@ -53,11 +71,21 @@
   }
 
   const isNumeric = (cell) => typeof cell === "number" || (cell instanceof Element && cell.classList.contains("number"));
-  const numberCell = (text) => make("span", { class: "number" }, text);
-  const sizeCell = (bytes) => numberCell(size(bytes));
+  const numberCell = (text, value) => make("span", { class: "number", "data-value": value }, text);
+  const sizeCell = (bytes) => numberCell(size(bytes), bytes);
+  const valueOf = (cell) => cell instanceof Element ? Number(cell.dataset.value ?? cell.textContent) : cell;
+  const compare = (a, b) => typeof a === "number" && typeof b === "number"
+    ? (Number.isNaN(a) ? Infinity : a) - (Number.isNaN(b) ? Infinity : b)
+    : String(a).localeCompare(String(b), "en", { numeric: true });
+
+  /* A text that may break after dots, underscores and slashes, and within no word. */
+  function breakable(text) {
+    const parts = String(text).split(/(?<=[._/])/);
+    return make("span", {}, ...parts.flatMap((part, at) => at ? [make("wbr"), part] : [part]));
+  }
 
   function cellOf(cell, isNumber) {
-    const content = typeof cell === "number" ? count(cell) : cell;
+    const content = typeof cell === "number" ? count(cell) : cell instanceof Element ? cell : breakable(cell);
     const isMeter = content instanceof Element && content.classList.contains("bar");
     return make("td", { class: isMeter ? "meter" : isNumber ? "number" : null }, content);
   }
@@ -129,7 +157,7 @@
     node.tensor = tensor;
   }
 
-  let selected = root, tab = "totals";
+  let selected = root, tab = "overview";
 
   function itemOf(node, label, level) {
     const isBranch = node.children.size > 0;
@@ -215,6 +243,98 @@
 
   /* ---- views ---- */
 
+  /* The sizes of parts as areas: the largest first, each row about as high as wide. */
+  function squares(parts, box) {
+    const placed = [], all = parts.reduce((sum, one) => sum + one.bytes, 0);
+    let { x, y, width, height } = box, rest = all, at = 0;
+    while (at < parts.length && rest > 0) {
+      const short = Math.min(width, height), scale = (width * height) / rest;
+      let row = [], sum = 0, worst = Infinity;
+      while (at + row.length < parts.length) {
+        const next = parts[at + row.length].bytes, total = (sum + next) * scale, side = total / short;
+        const ratio = Math.max(...[...row, next].map((one) => {
+          const other = (one * scale) / side;
+          return Math.max(side / other, other / side);
+        }));
+        if (row.length && ratio > worst) break;
+        row.push(next);
+        [sum, worst] = [sum + next, ratio];
+      }
+      const side = (sum * scale) / short;
+      let along = 0;
+      for (const bytes of row) {
+        const other = (bytes * scale) / side;
+        placed.push(width >= height
+          ? { part: parts[at], x, y: y + along, width: side, height: other }
+          : { part: parts[at], x: x + along, y, width: other, height: side });
+        [along, at] = [along + other, at + 1];
+      }
+      if (width >= height) [x, width] = [x + side, width - side];
+      else [y, height] = [y + side, height - side];
+      rest -= sum;
+    }
+    return placed;
+  }
+
+  /* A node, or the part below it in which it forks. */
+  function forked(node) {
+    while (node.children.size === 1) [node] = node.children.values();
+    return node;
+  }
+
+  /* The modules below a node as areas, two levels deep. Each can be reached and chosen by keys. */
+  function treemap(node, isFirst = true) {
+    const width = 900, height = 420;
+    const drawing = make("svg:svg", { viewBox: `0 0 ${width} ${height}`, class: "treemap", role: "group", "aria-label": "Modules by size", style: "max-width:none" });
+    const childrenOf = (one) => [...forked(one).children.values()].filter((child) => child.bytes).sort((a, b) => b.bytes - a.bytes).slice(0, MOST_AREAS);
+    const draw = (one, box, hue, isInner) => {
+      const text = `${one.path}: ${size(one.bytes)}, ${count(one.tensors)} tensors`;
+      const colour = `hsl(${hue} 55% var(--area${isInner ? "-inner" : ""}))`;
+      const part = make("svg:g", { role: "button", tabindex: isInner ? "-1" : "0", "aria-label": text }, make("svg:title", {}, text),
+        make("svg:rect", { x: box.x, y: box.y, width: Math.max(0.5, box.width - 1), height: Math.max(0.5, box.height - 1), rx: 2, style: `fill:${colour}` }));
+      const room = Math.floor((box.width - 8) / 6.5);
+      if (room >= 3 && box.height > 15) {
+        const name = isInner ? one.name : forked(one).path.slice(one.path.length - one.name.length);
+        const label = name.length > room ? `${name.slice(0, room - 1)}…` : name;
+        part.append(make("svg:text", { x: box.x + 4, y: box.y + 12 }, label));
+      }
+      const choose = (event) => { event.stopPropagation(); event.preventDefault(); reveal(one); };
+      part.addEventListener("click", choose);
+      part.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") choose(event); });
+      drawing.append(part);
+    };
+    squares(childrenOf(node), { x: 0, y: 0, width, height }).forEach(({ part, ...box }, at) => {
+      const hue = (205 + at * 137.508) % 360;
+      draw(part, box, hue, false);
+      const inside = { x: box.x + 3, y: box.y + 16, width: box.width - 7, height: box.height - 20 };
+      if (inside.width < 12 || inside.height < 12) return;
+      for (const { part: child, ...place } of squares(childrenOf(part), inside)) draw(child, place, hue, true);
+    });
+    const outer = !isFirst ? "" : " A click, or Tab and Enter, opens a part.";
+    return make("figure", {}, drawing, make("figcaption", {}, `Areas are bytes: the parts of ${node.path || "the checkpoint"} and the parts of these.${outer}`));
+  }
+
+  /* Shows a node in the tree, with all above it opened, and its view. */
+  function reveal(node) {
+    byId("search").value = "";
+    drawTree("");
+    let items = [...byId("tree").children], item = null;
+    for (const part of node.path.split(".")) {
+      item = items.find((one) => one.node.name === part);
+      if (!item) return;
+      expand(item, true);
+      items = [...(item.querySelector(':scope > [role="group"]')?.children ?? [])];
+    }
+    select(item, false);
+  }
+
+  function overviewView() {
+    const facts = data.facts.map(([label, value, note, mark]) => make("div", { class: mark || null },
+      make("dt", {}, label.replaceAll("_", " ")), make("dd", {}, value), ...(note ? [make("dd", {}, note)] : [])));
+    return [make("h2", {}, "At a glance"), make("dl", { class: "facts" }, ...facts),
+      make("h2", {}, "Modules"), treemap(root), ...totalsView()];
+  }
+
   function totalsView() {
     const byType = new Map();
     for (const { dtype, elements, bytes } of tensors) {
@@ -223,7 +343,8 @@
     }
     const rows = [...byType].sort((a, b) => b[1][2] - a[1][2])
       .map(([dtype, [number, elements, bytes]]) => [dtype, number, elements, sizeCell(bytes), bar(bytes, root.bytes)]);
-    const found = [make("h2", {}, "Bytes by dtype"), table("Bytes by dtype", ["dtype", "tensors", "elements", "bytes", ""], rows)];
+    const found = [make("h2", {}, "Bytes by dtype"), table("Bytes by dtype", ["dtype", "tensors", "elements", "bytes", ""], rows,
+      ["all", tensors.length, tensors.reduce((sum, one) => sum + one.elements, 0), sizeCell(root.bytes), ""])];
     const meta = Object.entries(data.metadata);
     if (meta.length) found.push(make("h2", {}, "Provenance"), table("Provenance", ["key", "value"], meta));
     const summed = files.filter((file) => file.digest).length;
@@ -249,13 +370,13 @@
     if (selected.tensor) return oneTensor(selected.tensor);
     const rows = [...selected.children.values()].sort((a, b) => b.bytes - a.bytes)
       .map((child) => [child.name, child.tensors, sizeCell(child.bytes), bar(child.bytes, selected.bytes)]);
-    return [make("h2", {}, selected.path || "The whole checkpoint"),
-      make("p", {}, `${count(selected.tensors)} tensors, ${size(selected.bytes)}`),
-      table("Parts", ["part", "tensors", "bytes", ""], rows)];
+    return [make("h2", {}, breakable(selected.path || "The whole checkpoint")),
+      make("p", {}, `${count(selected.tensors)} tensors, ${size(selected.bytes)}`), treemap(selected, false),
+      table("Parts", ["part", "tensors", "bytes", ""], rows, ["all", selected.tensors, sizeCell(selected.bytes), ""])];
   }
 
   function oneTensor(tensor) {
-    const found = [make("h2", {}, tensor.name),
+    const found = [make("h2", {}, breakable(tensor.name)),
       make("p", {}, `${tensor.dtype}, shape [${tensor.shape.join(", ")}], ${count(tensor.elements)} elements, ${size(tensor.bytes)}`)];
     if (isSymbolic(tensor)) found.push(make("p", {}, `Layout: ${data.layouts[tensor.where][0]}`));
     const pieces = piecesOf(tensor);
@@ -324,9 +445,11 @@
     }
     const rows = [...bytes].sort((a, b) => a[0] - b[0])
       .map(([rank, part]) => [holder(rank), number.get(rank), sizeCell(part), bar(part, most)]);
-    found.push(table("Balance", [hasRanks ? "rank" : "file", "tensors", "bytes", ""], rows));
+    const held = [...bytes.values()].reduce((a, b) => a + b, 0), all = [...number.values()].reduce((a, b) => a + b, 0);
+    found.push(table("Balance", [hasRanks ? "rank" : "file", "tensors", "bytes", ""], rows, ["all", all, sizeCell(held), ""]));
     found.push(make("h2", {}, "Files"), table("Files", ["file", "size", "digest"],
-      files.map((file) => [file.name, sizeCell(file.bytes), file.digest || "none"])));
+      files.map((file) => [file.name, sizeCell(file.bytes), file.digest || "none"]),
+      ["all", sizeCell(files.reduce((sum, file) => sum + file.bytes, 0)), ""]));
     if (data.pieces_left_out) found.push(make("p", { class: "warn" }, `${count(data.pieces_left_out)} pieces are not in this page and not counted above.`));
     return found;
   }
@@ -379,7 +502,8 @@
       make("h2", {}, `Rank ${job.rank} holds ${size(totals[job.rank])}, from ${count(mine.length)} ${hasRanks ? "ranks" : "files"}`),
       table("Sources", [hasRanks ? "rank" : "file", hasRanks ? "file" : "", "tensors", "bytes", ""], mine),
       make("h2", {}, "All ranks of the job"),
-      table("Ranks of the job", ["rank", "bytes", ""], totals.map((bytes, rank) => [`rank ${rank}`, sizeCell(bytes), bar(bytes, most)]))];
+      table("Ranks of the job", ["rank", "bytes", ""], totals.map((bytes, rank) => [`rank ${rank}`, sizeCell(bytes), bar(bytes, most)]),
+        ["all", sizeCell(all), ""])];
   }
 
   function readsOf(tensor) {
@@ -401,27 +525,30 @@
     if (told.tensors.length) {
       found.push(make("h2", {}, "Tensors"), table("Changed tensors",
         ["name", "elements", "differing", "largest |a - b|", "|a - b| by power of ten"],
-        told.tensors.map((one) => [one.name, one.elements, one.differing, one.problem === "values" ? numberCell(one.largest) : one.detail, histogram(one.histogram)])));
+        told.tensors.map((one) => [one.name, one.elements, one.differing, one.problem === "values" ? numberCell(one.largest, Number(one.largest.replace("inf", "Infinity"))) : one.detail, histogram(one, told.decades)]),
+        ["all", told.tensors.reduce((sum, one) => sum + one.elements, 0), told.tensors.reduce((sum, one) => sum + one.differing, 0), "", ""]));
     }
     const values = [...told.values, ...told.structure].map((one) => [one.name, one.a ?? "missing", one.b ?? "missing"]);
     if (values.length) found.push(make("h2", {}, "Values and structure"), table("Values", ["name", "A", "B"], values));
     return found;
   }
 
-  function histogram(bins) {
-    if (!bins.length) return "";
-    const most = Math.max(...bins.map(([, number]) => number)), width = 34;
-    const drawing = make("svg:svg", { viewBox: `0 0 ${bins.length * width} 44`, role: "img", style: `width:${bins.length * width}px` });
-    drawing.append(make("svg:title", {}, bins.map(([label, number]) => `${label}: ${count(number)}`).join(", ")));
-    bins.forEach(([label, number], at) => {
-      const height = Math.max(1, (30 * number) / most);
-      drawing.append(make("svg:rect", { x: at * width + 2, y: 32 - height, width: width - 4, height, fill: "var(--bar)" }),
-        make("svg:text", { x: (at + 0.5) * width, y: 42, "text-anchor": "middle", style: "font-size:8px;fill:var(--ink)" }, label));
+  /* The shares of a tensor's elements. All tensors have one axis: the decades of the comparison. */
+  function histogram(one, decades) {
+    if (!one.histogram.length) return "";
+    const numbers = new Map(one.histogram), width = Math.min(30, 360 / decades.length), every = Math.ceil(30 / width);
+    const drawing = make("svg:svg", { viewBox: `0 0 ${decades.length * width} 44`, class: "histogram", role: "img", style: `width:${decades.length * width}px` });
+    drawing.append(make("svg:title", {}, one.histogram.map(([label, number]) => `${label}: ${count(number)}`).join(", ")));
+    decades.forEach((label, at) => {
+      const share = (numbers.get(label) ?? 0) / Math.max(1, one.elements), height = share ? Math.max(1, 30 * share) : 0;
+      drawing.append(make("svg:rect", { x: (at + 0.1) * width, y: 32 - height, width: 0.8 * width, height, fill: "var(--bar)" }));
+      if ((decades.length - 1 - at) % every) return;
+      drawing.append(make("svg:text", { x: (at + 0.5) * width, y: 42, "text-anchor": "middle", style: "font-size:8px;fill:var(--ink)" }, label));
     });
     return drawing;
   }
 
-  const VIEWS = [["totals", "Totals", totalsView], ["tensor", "Tensors", tensorView],
+  const VIEWS = [["overview", "Overview", overviewView], ["tensor", "Tensors", tensorView],
     ["ranks", hasRanks ? "Ranks and files" : "Files", ranksView], ["reshard", "Reshard", reshardView]];
   if (data.differences) VIEWS.unshift(["differences", "Differences", differencesView]);
 
@@ -443,21 +570,22 @@
   }
 
   function onTabKey(event) {
-    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (!step) return;
-    const at = VIEWS.findIndex(([name]) => name === tab);
-    const [next] = VIEWS[(at + step + VIEWS.length) % VIEWS.length];
+    const at = VIEWS.findIndex(([name]) => name === tab), last = VIEWS.length - 1;
+    const to = { ArrowRight: at + 1, ArrowLeft: at + last, Home: 0, End: last }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    const [next] = VIEWS[to % VIEWS.length];
     show(next);
     byId(`tab-${next}`).focus();
   }
 
   function setTheme(isDark) {
     document.documentElement.dataset.theme = isDark ? "dark" : "light";
-    byId("theme").setAttribute("aria-pressed", String(isDark));
+    byId("theme").textContent = isDark ? "Light" : "Dark";
   }
 
-  byId("title").textContent = data.url;
-  byId("summary").textContent = `${data.format}, ${count(tensors.length)} tensors, ${size(root.bytes)}, ` +
+  byId("title").append(breakable(data.name));
+  byId("summary").textContent = `${data.url}: ${data.format}, ${count(tensors.length)} tensors, ${size(root.bytes)}, ` +
     `${count(files.length)} files, ${size(files.reduce((sum, file) => sum + file.bytes, 0))}`;
   for (const [name, label] of VIEWS) {
     const button = make("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": "panel" }, label);
@@ -471,14 +599,24 @@
     if (item) select(item, true);
   });
   byId("search").addEventListener("input", (event) => drawTree(event.target.value));
-  byId("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme !== "dark"));
+  const system = window.matchMedia("(prefers-color-scheme: dark)");
+  const follow = () => setTheme(system.matches);
+  system.addEventListener("change", follow);
+  byId("theme").addEventListener("click", () => {
+    system.removeEventListener("change", follow);
+    setTheme(document.documentElement.dataset.theme !== "dark");
+  });
   document.addEventListener("keydown", (event) => {
     if (event.key === "/" && !/^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement.tagName)) {
       event.preventDefault();
       byId("search").focus();
     }
+    if (event.key === "Escape" && document.activeElement === byId("search")) {
+      byId("search").value = "";
+      drawTree("");
+    }
   });
-  setTheme(window.matchMedia("(prefers-color-scheme: dark)").matches);
+  follow();
   drawTree("");
   show(VIEWS[0][0]);
 })();
