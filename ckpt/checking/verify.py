@@ -155,7 +155,7 @@ def library_difference(header: Header, path: str) -> str:
         with safe_open(path, "numpy") as file:
             slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
             metadata = file.metadata() or {}
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:  # OSError: removed meanwhile, or no descriptor left
         return f"refuses it: {error}"
     theirs = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices]
     ours = [(entry.name, entry.dtype, entry.shape) for entry in header.entries.values()]

@@ -34,7 +34,7 @@ class Folder:
     """A reader of files in memory."""
 
     def __init__(self, files: Files) -> None:
-        self.url = "memory"
+        self.url = "memory://fuzz"
         self.read_bytes = LOCAL_READ_BYTES
         self.files = files
         self.asked: set[str] = set()
