@@ -19,6 +19,7 @@ from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 from hashlib import md5
+from itertools import count
 from typing import Any
 
 from ckpt.errors import ExistsError
@@ -35,6 +36,8 @@ from tests.interleavings.scheduler import Call, Scheduler, current
 
 SCHEME = "interleaved"
 PAGE = 2
+_numbers = count()
+"""Numbers of buckets: an address may come again after a bucket is collected."""
 
 
 class Conditions(Enum):
@@ -85,15 +88,16 @@ class Bucket:
         self._scheduler, self._changed, self._clock = scheduler, changed, clock
         self._conditions = conditions
         self._late = 0
+        self._number = next(_numbers)
 
     def files(self) -> dict[str, bytes]:
         """The contents of the objects by path."""
         return {path: one.data for path, one in self.objects.items()}
 
     def server(self) -> str:
-        """Each process learns for itself whether the server honours conditions."""
+        """Each process of a run learns for itself whether the server honours conditions."""
         actor = current()
-        return f"server of {actor.process.name if actor else 'nobody'} {id(self)}"
+        return f"server {self._number} of {actor.process.name if actor else 'nobody'}"
 
     def list_folder(self, folder: str) -> list[ObjectInfo]:
         prefix, reached = f"{folder.rstrip('/')}/", ""

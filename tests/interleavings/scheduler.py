@@ -106,6 +106,8 @@ class Scheduler:
         """The schedule: what the policy has answered."""
         self.failure: BaseException | None = None
         """What ended the run before its end: a wrong state that a check has found."""
+        self.is_cut = False
+        """Whether the policy has ended the run, because another one has this order."""
         self._is_ending = False
         self._over = threading.Semaphore(0)
 
@@ -204,12 +206,14 @@ class Scheduler:
             return next((one for one in self.actors if not one.is_over), None)
         try:
             picked = self._policy.pick(ready, actor or ready[0])
-        except Ended:
-            self._is_ending = True
+            name = picked.removeprefix("kill ")
+            chosen = {one.name: one for one in ready}[name]
+        except BaseException as error:
+            if not isinstance(error, Ended):  # nobody would hear of it in the thread of an actor
+                self.failure = self.failure or error
+            self.is_cut = self._is_ending = True
             return self._next(actor)
         self.decisions.append(picked)
-        name = picked.removeprefix("kill ")
-        chosen = next(one for one in ready if one.name == name)
         if name != picked:
             for one in self.actors:
                 one.is_dead = one.is_dead or one.process is chosen.process
@@ -390,6 +394,11 @@ class Exhaustive:
                 raise Ended
             chosen = last.name if last.name in awake else awake[0]
             self._path.append(_Node(calls, sleeping, chosen, {chosen}))
+        elif (calls := {one.name: one.pending for one in ready}) != self._path[at].ready:
+            raise AssertionError(
+                f"at call {at + 1} the actors are about to make {calls}, and the run before with "
+                f"the same schedule {self._path[at].ready}: something survives a run"
+            )
         return self._path[at].chosen
 
     def choose(self, outcomes: Sequence[str]) -> str:

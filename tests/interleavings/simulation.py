@@ -95,6 +95,10 @@ class World:
         files = self.bucket.files() if self.disk is None else self.disk.files()  # type: ignore[union-attr]
         return {_below(path): files[path] for path in files}
 
+    def warned(self) -> list[Warning]:
+        """The warnings of all processes."""
+        return [one for process in self._processes.values() for one in process.warned]
+
     def process_of(self, name: str) -> Process:
         """The process of an actor."""
         number = len(self._processes)
@@ -145,6 +149,12 @@ def here() -> Process:
     return _world.process
 
 
+def _inside() -> World | None:
+    """The world of this code; None in a thread of another test, or of a server beside it."""
+    is_ours = current() is not None or threading.get_ident() == threading.main_thread().ident
+    return _world if is_ours else None
+
+
 @contextmanager
 def inside(world: World) -> Iterator[None]:
     """Calls of the product in this block concern this world."""
@@ -187,35 +197,49 @@ def simulation() -> Iterator[Threads]:
     real_hex, real_bits = secrets.token_hex, secrets.randbits
 
     def now() -> float:
-        if _world is None:
+        world = _inside()
+        if world is None:
             return real_time()
-        _world.now += 0.001
+        world.now += 0.001
         process = here()
         wrong = process.clock_seconds
-        return BEGAN + _world.now + process.chance.uniform(-wrong, wrong)
+        return BEGAN + world.now + process.chance.uniform(-wrong, wrong)
+
+    def steady(real: Callable[..., float]) -> Callable[..., float]:
+        """A clock for durations: those of the machine would make two equal runs differ."""
+
+        def seconds(*clock: int) -> float:
+            world = _inside()
+            if world is None:
+                return real(*clock)
+            world.now += 1e-6
+            return world.now
+
+        return seconds
 
     def gmtime(seconds: float | None = None) -> time.struct_time:
         return real_gmtime(now() if seconds is None else seconds)
 
     def sleep(seconds: float) -> None:
-        if _world is None:
+        world = _inside()
+        if world is None:
             real_sleep(seconds)
-        elif _world.scheduler is not None and current() is not None:
-            _world.now += seconds
-            _world.scheduler.before(Call("sleeps"))
+        elif world.scheduler is not None and current() is not None:
+            world.now += seconds
+            world.scheduler.before(Call("sleeps"))
 
     def start(thread: threading.Thread) -> None:
-        actor = current()
-        if _world is None or thread.name == "actor":
+        actor, world = current(), _inside()
+        if world is None or thread.name == "actor":
             real_start(thread)
         elif thread.name != "ckpt-keep":
             raise RuntimeError("can't start new thread")
-        elif actor is None or _world.scheduler is None:
+        elif actor is None or world.scheduler is None:
             removals[thread] = None
             thread.run()
         else:
             name = f"{actor.name}'s removals"
-            removals[thread] = _world.scheduler.add(name, thread.run, actor.process)
+            removals[thread] = world.scheduler.add(name, thread.run, actor.process)
 
     def join(thread: threading.Thread, timeout: float | None = None) -> None:
         if thread not in removals:
@@ -226,7 +250,7 @@ def simulation() -> Iterator[Threads]:
             _world.scheduler.join(actor)
 
     def submit(self: ThreadPoolExecutor, function: Any, /, *args: Any, **options: Any) -> Any:
-        if _world is None:
+        if _inside() is None:
             return real_submit(self, function, *args, **options)
         raise RuntimeError("can't start new thread")
 
@@ -240,10 +264,10 @@ def simulation() -> Iterator[Threads]:
 
     def token_hex(nbytes: int | None = None) -> str:
         bits = 8 * (nbytes or 32)
-        return real_hex(nbytes) if _world is None else f"{randbits(bits):0{bits // 4}x}"
+        return real_hex(nbytes) if _inside() is None else f"{randbits(bits):0{bits // 4}x}"
 
     def randbits(bits: int) -> int:
-        return real_bits(bits) if _world is None else here().chance.getrandbits(bits)
+        return real_bits(bits) if _inside() is None else here().chance.getrandbits(bits)
 
     def shows(message: Warning | str, *_: Any, **__: Any) -> None:
         if isinstance(message, Warning) and _world is not None:
@@ -275,6 +299,8 @@ def simulation() -> Iterator[Threads]:
     put(time, "time", now)
     put(time, "gmtime", gmtime)
     put(time, "sleep", sleep)
+    for clock in ("monotonic", "perf_counter", "clock_gettime"):
+        put(time, clock, steady(getattr(time, clock)))
     put(secrets, "token_hex", token_hex)
     put(secrets, "randbits", randbits)
     put(threading.Thread, "start", start)

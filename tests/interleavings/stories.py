@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import ckpt
+from ckpt.run.owner import Ownership
 from ckpt.run.removal import removals
+from ckpt.stores.store import open_store
 from tests.interleavings.bucket import Conditions
 from tests.interleavings.observer import Observer, Rights, state
 from tests.interleavings.scheduler import Policy, Randomly, Replay, Threads, read, written
@@ -186,6 +188,31 @@ def three_jobs_that_begin_at_once(seen: Observer) -> Mapping[str, Program]:
     }
 
 
+@story(share=4)
+def two_jobs_that_take_one_run(seen: Observer) -> Mapping[str, Program]:
+    """Of two starts in a new folder the one with the higher epoch owns it."""
+    owners = [Ownership(seen.world.run, seen.world.run, None) for _ in range(2)]
+
+    def take(owner: Ownership) -> None:
+        with suppress(ckpt.NotOwnerError):
+            owner.start()
+            owner.take(1)
+
+    def end() -> None:
+        epochs = [owner.epoch for owner in owners]
+        assert epochs[0] != epochs[1] or not seen.has_locks, epochs
+        for owner in owners:
+            try:
+                owner.look()
+            except ckpt.NotOwnerError:
+                assert owner.epoch < max(epochs), epochs
+            else:
+                assert owner.epoch == max(epochs), epochs
+
+    seen.at_end.append(end)
+    return {"one": lambda: take(owners[0]), "other": lambda: take(owners[1])}
+
+
 @story("saver", "collector", share=4)
 def a_collection_beside_a_save(seen: Observer) -> Mapping[str, Program]:
     run = saved(seen, "saver", 9)
@@ -321,6 +348,37 @@ def a_branch_of_links_that_saves_its_step_again(seen: Observer) -> Mapping[str, 
     return {"saver": save, "reader": lambda: latest(seen)}
 
 
+@story(share=4)
+def two_commits_of_one_name(seen: Observer) -> Mapping[str, Program]:
+    """The condition of a commit, by itself."""
+    ckpt.save(place(seen, 1), seen.begins(1))
+    won: list[str] = []
+
+    def commit(text: str) -> None:
+        with open_store(seen.world.run, None) as store, suppress(ckpt.ExistsError):
+            store.commit("owner-7.json", text.encode(), replace=False)
+            won.append(text)
+
+    def end() -> None:
+        assert len(won) == 1 or not seen.has_locks, won
+        assert seen.world.files()["run/owner-7.json"].decode() in won
+
+    seen.at_end.append(end)
+    return {text: lambda text=text: commit(text) for text in ("one", "other")}  # type: ignore[misc]
+
+
+@story(share=4, remover=Rights(removes=("step-9",)))
+def a_deletion_beside_a_reader(seen: Observer) -> Mapping[str, Program]:
+    for step in (9, 10):
+        ckpt.save(place(seen, step), seen.begins(step))
+
+    def load() -> None:
+        with suppress(*GONE):
+            seen.check(ckpt.load(place(seen, 9), state(0)))
+
+    return {"remover": lambda: ckpt.delete(place(seen, 9)), "reader": load}
+
+
 @story(is_bound=True)
 def a_collection_of_any_age_beside_a_save(seen: Observer) -> Mapping[str, Program]:
     """`older_than` below the time of a save: it may take a file between a look and the commit."""
@@ -369,7 +427,7 @@ def run_once(
             actors = [one for one in scheduler.actors if one not in dead and not one.is_request]
             failure = next((one.error for one in actors if one.error is not None), None)
             if failure is None:
-                seen.check_end(bool(dead))
+                seen.check_end(bool(dead) or scheduler.is_cut)
         except (AssertionError, ckpt.CkptError) as error:
             failure = error
     if failure is not None:

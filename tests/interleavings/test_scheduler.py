@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,30 @@ def test_a_check_that_fails_ends_all_actors(threads: Threads) -> None:
     with pytest.raises(AssertionError, match="wrong"):
         scheduler.run()
     assert all(one.is_over for one in scheduler.actors)
+
+
+def test_an_error_of_a_policy_ends_the_run_at_once(threads: Threads) -> None:
+    with pytest.raises(KeyError, match="nobody"):
+        outcome([[("write", "a")]] * 2, InOrder(["0", "nobody"]), threads)
+
+
+def test_a_search_refuses_programs_that_a_run_before_has_changed(threads: Threads) -> None:
+    ran: list[str] = []
+
+    def program(scheduler: Scheduler, name: str) -> None:
+        ran.append(name)
+        key = frozenset({"a"})
+        scheduler.before(Call("writes", f"after {len(ran)}", frozenset(), key))
+
+    def search() -> None:
+        for policy in Exhaustive().policies():
+            scheduler = Scheduler(policy, threads)
+            for name in "ab":
+                scheduler.add(name, partial(program, scheduler, name), None)
+            scheduler.run()
+
+    with pytest.raises(AssertionError, match="something survives a run"):
+        search()
 
 
 # The disk.
