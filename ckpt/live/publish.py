@@ -208,9 +208,6 @@ class LiveState(Uncopied):
         with told_by_this_call() as begun, ranks.call("LiveState.update", later):
             self._queue.wait()
             with collected_later(), ExitStack() as stack:
-                turn = object()
-                for _ in range(2):  # an interrupt may come while the turn is given up
-                    stack.callback(self._queue.leave_turn, turn)
 
                 def choice() -> bytes:
                     ranks.doing("choosing a version")
@@ -218,7 +215,7 @@ class LiveState(Uncopied):
 
                 def check() -> None:
                     self._check(version)
-                    check_free(self._queue, "wait", turn, ranks.is_single_process)
+                    check_free(self._queue, "wait", stack, ranks.is_single_process)
 
                 options = SaveOptions(overwrite=False, compress=False, metadata=dict(metadata))
                 arguments = {"version": version}

@@ -220,9 +220,7 @@ def save_with(
         with open_store(url, storage_options) as store, collected_later(), ExitStack() as stack:
 
             def check() -> None:
-                turn = None if blocking else object()
-                for _ in range(2):  # an interrupt may come while the turn is given up
-                    stack.callback(in_flight.saves.leave_turn, turn)
+                turn = None if blocking else stack
                 check_word("staging", staging, get_args(When))
                 check_free(in_flight.saves, when_busy, turn, ranks.is_single_process)
                 check_options(ranks, store, options)
@@ -253,13 +251,18 @@ def save_with(
             return None
 
 
-def check_free(queue: in_flight.SaveQueue, when_busy: WhenBusy, turn: object, alone: bool) -> None:
-    """Raises if this rank cannot save now; a background save takes the turn `turn` of its queue.
+def check_free(
+    queue: in_flight.SaveQueue, when_busy: WhenBusy, turn: ExitStack | None, alone: bool
+) -> None:
+    """Raises if this rank cannot save now; a background save has the queue's turn in `turn`.
 
     Another thread may have begun a save since this one waited. Several ranks do not wait for it
     here: each could wait for a save that another rank's threads are about to begin.
     """
     check_word("when_busy", when_busy, get_args(WhenBusy))
+    if turn is not None:
+        for _ in range(2):  # an interrupt may come while the turn is given up
+            turn.callback(queue.leave_turn, turn)
     while queue.is_busy() if turn is None else not queue.take_turn(turn):
         if when_busy == "refuse" or not alone:
             what = queue.url() if queue.is_busy() else "another thread's checkpoint"
@@ -308,12 +311,9 @@ def prepare(state: object, *, group: Group = None, timeout: float = TIMEOUT_SECO
     ranks = Ranks(group, timeout)
     with ranks.call("ckpt.prepare"), collected_later(), ExitStack() as stack:
         in_flight.saves.wait()
-        turn = object()
-        for _ in range(2):  # an interrupt may come while the turn is given up
-            stack.callback(in_flight.saves.leave_turn, turn)
 
         def described() -> FlatState:
-            check_free(in_flight.saves, "wait", turn, ranks.is_single_process)
+            check_free(in_flight.saves, "wait", stack, ranks.is_single_process)
             return flatten(state, ranks.mesh)
 
         held = agree_on_state(ranks, "describing the state", described)
