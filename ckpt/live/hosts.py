@@ -117,25 +117,26 @@ def led(ranks: Ranks, how: Listening, places: Sequence[str], token: str, start: 
     numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
     host_of = tuple(numbers[place] for place in places)
     leads = host_of.index(host_of[ranks.rank]) == ranks.rank
-    found: list[HostServer] = []
+    server: HostServer | None = None
 
     def begin() -> None:
+        nonlocal server
         if leads:
-            found.append(start(token))
+            server = start(token)
             is_home = host_of[ranks.rank] == host_of[0]
             # Readers renew their leases at home. The others' files stay as long as these.
-            found[0].own(how.keep_seconds if is_home else max(how.keep_seconds, how.lease_seconds))
+            server.own(how.keep_seconds if is_home else max(how.keep_seconds, how.lease_seconds))
 
     try:
         ranks.run_on_all("starting the servers", begin)
-        rows = told(ranks, list(found[0].address) if found else None)
+        rows = told(ranks, None if server is None else list(server.address))
     except BaseException:
-        for server in found:
+        if server is not None:
             with suppress(OSError):
                 server.close()
         raise
     addresses = [(str(row[0]), int(row[1])) for row in rows if row is not None]
-    return Hosts(how.name, token, host_of, addresses, ranks.rank, found[0] if found else None)
+    return Hosts(how.name, token, host_of, addresses, ranks.rank, server)
 
 
 def started(how: Listening, token: str) -> HostServer:

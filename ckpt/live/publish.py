@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.arguments import Uncopied
 from ckpt.errors import ClosedError
@@ -374,12 +374,12 @@ class _Version:
         records = ranks.gather("writing", packed(written), error)
         hosts = self.live.hosts
         is_copied = self.live.replicas is not None
-        made: list[Any] = []
+        made = _Made("", {}, {})
         if ranks.rank == 0:
             manifest = dump(manifest_of(self.attempt, _summaries(records))).decode()
-            made = [manifest, self._sizes(records), dict(self.info)]
+            made = _Made(manifest, self._sizes(records), dict(self.info))
         if is_copied:
-            made = json.loads(ranks.broadcast(json.dumps(made).encode()))
+            made = _Made(*json.loads(ranks.broadcast(json.dumps(made).encode())))
         commits = hosts.server is not None and (is_copied or ranks.rank == 0)
         if is_copied:
             ranks.run_on_all(
@@ -400,20 +400,20 @@ class _Version:
         count = len(self.live.hosts.addresses)
         return [(host + step) % count for step in range(min(count, 1 + (self.live.replicas or 0)))]
 
-    def _copy(self, made: list[Any]) -> None:
+    def _copy(self, made: _Made) -> None:
         """Copies the files of other hosts to the server of this one, where it is a replica."""
         hosts = self.live.hosts
         here = [
             (file, hosts.addresses[host])
-            for file, (_, host) in made[1].items()
+            for file, (_, host) in made.sizes.items()
             if host != hosts.here and hosts.here in self._holders(host)
         ]
         copied_from(hosts, self.number, here)
 
-    def _commit(self, made: list[Any]) -> None:
+    def _commit(self, made: _Made) -> None:
         server, hosts = self.live.hosts.server, self.live.hosts
         assert server is not None
-        manifest, sizes = made[0].encode(), made[1]
+        manifest = made.manifest.encode()
         descriptor = in_memory(manifest)
         try:
             server.put(self.number, MANIFEST, [Segment(descriptor, 0, len(manifest))])
@@ -421,13 +421,22 @@ class _Version:
             os.close(descriptor)
         files = {
             file: FileAt(size, tuple(hosts.addresses[at] for at in self._holders(host)))
-            for file, (size, host) in sizes.items()
+            for file, (size, host) in made.sizes.items()
         }
         files[MANIFEST] = FileAt(len(manifest), (hosts.addresses[hosts.here],))
-        server.commit(self.number, files, made[2])
+        server.commit(self.number, files, made.info)
         self.live._committed = self.number
         if self.live.replicas is not None:
             self.live.drop_others()
+
+
+class _Made(NamedTuple):
+    """The content of a version, as rank 0 commits it."""
+
+    manifest: str
+    sizes: dict[str, tuple[int, int]]
+    """The size of each file, and the number of its host."""
+    info: dict[str, object]
 
 
 def _summaries(records: list[bytes]) -> dict[int, ShardSummary]:

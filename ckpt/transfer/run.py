@@ -167,7 +167,7 @@ class LoadRun:
         another dtype, or without contiguous elements, is staged. A number beyond the range of its
         target is an error once all ranks have what they wait for.
         """
-        errors: list[Exception] = []
+        error: Exception | None = None
         failed: list[Exception] = []
         with HostMemory(self.group) as memory:
             for batch in plan.peer_moves:
@@ -175,11 +175,12 @@ class LoadRun:
                 moves = (self._from_peers(move, sources[move.name], staged) for move in batch)
                 self._redistribute(moves, budget, memory, failed)
                 for name, target, into in staged:
-                    if not errors and not failed:
+                    if error is None and not failed:
                         _, error = result_or_error(partial(self._cast, name, into, target))
-                        errors += [] if error is None else [error]
-        if failed or errors:
-            raise (failed or errors)[0]
+        if failed:
+            raise failed[0]
+        if error is not None:
+            raise error
 
     def _cast(self, name: str, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copies into a tensor of perhaps another dtype.
