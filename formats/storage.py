@@ -166,6 +166,18 @@ class FileWriter(Protocol):
 
 
 @runtime_checkable
+class CopyingFileWriter(Protocol):
+    """The writer of a file that may take bytes of another one without moving them here."""
+
+    def copy(self, reader: Reader, name: str, lo: int, hi: int) -> bool:
+        """Appends bytes `[lo, hi)` of a file of a reader. Returns False if it did nothing.
+
+        Nobody compares checksums then: the bytes do not pass by this process.
+        """
+        ...
+
+
+@runtime_checkable
 class PlacedFileWriter(Protocol):
     """The writer of a file that takes bytes at any place, from several threads."""
 

@@ -214,7 +214,9 @@ def convert(
             cannot be replaced.
         UnsupportedError: the target's format cannot hold a value or a name, or its dtype a number.
         CorruptError, FormatError: bytes of `src` are missing or changed; nothing appears at `dst`.
-            With `verify`, also: the result differs from the source; it stays at `dst`.
+            With `verify`, also: the result differs from the source; it stays at `dst`. An S3 server
+            copies long runs of unchanged bytes itself, with their checksums and without a look at
+            them: without `verify`, damage in these shows when the result is read.
         StoreError: the disk or object store failed, or the ranks read different checkpoints.
         RankError: another rank failed; it has that rank's number and error.
     """

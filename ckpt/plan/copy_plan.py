@@ -22,7 +22,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from ckpt.plan.read_plan import BoxCopies, BoxCopy, ByteRange, Limits, byte_ranges_of, requests_for
-from formats.catalog import FilePlan, Late, OutgoingTensor, TensorRecord
+from formats.catalog import Chunk, FilePlan, Late, OutgoingTensor, TensorRecord
 from formats.dtypes import DType
 from sharding.layout import Piece, Shape, span_boxes
 
@@ -55,6 +55,16 @@ class TensorRun(NamedTuple):
     nbytes: int
 
 
+class Alike(NamedTuple):
+    """Bytes `[lo, hi)` of a stored file, which a new file has as they are."""
+
+    file: str
+    lo: int
+    hi: int
+    chunks: Sequence[Sequence[Chunk]]
+    """The chunks of each run of the unit; none for a file without checksums."""
+
+
 @dataclass(slots=True)
 class CopyUnit:
     """A run of bytes of a file, and their origins. Places are bytes in the unit."""
@@ -81,6 +91,40 @@ class CopyUnit:
         if self.span is not None:
             return (self.span.hi - self.span.lo) * self.span.source.record.dtype.itemsize
         return sum([run.nbytes for run in self.runs])
+
+
+def stored_alike(unit: CopyUnit, chunk_bytes: int, nbytes_of: Callable[[int], int]) -> Alike | None:
+    """Returns the bytes of one file that are a unit as it is; None if there are none.
+
+    Only bytes count whose checksums the new file takes over: chunks of `chunk_bytes`, or, in a file
+    without checksums, bytes without any. `nbytes_of` gives the bytes of a tensor by its number.
+    """
+    ranges = {one.at: one for one in unit.ranges}
+    if unit.literals or unit.late or unit.places or unit.span or len(ranges) != len(unit.runs):
+        return None
+    begin, chunks = None, list[Sequence[Chunk]]()
+    for run in unit.runs:
+        one = ranges.get(run.at)
+        begin = one if begin is None else begin
+        if one is None or begin is None or one.file != begin.file or one.lo - begin.lo != run.at:
+            return None
+        stored = one.request.extent.chunks
+        if not chunk_bytes:
+            if stored is not None or one.request.extent.crc32 is not None:
+                return None
+            continue
+        if stored is None or stored.compressed or one.chunk < 0 or run.lo % chunk_bytes:
+            return None
+        own = [stored[one.chunk + at] for at in range(-(-run.nbytes // chunk_bytes))]
+        sizes = {chunk.stored_bytes for chunk in own[:-1]} | {stored.chunk_bytes}
+        is_end = run.lo + run.nbytes == nbytes_of(run.tensor)
+        last = own[-1].stored_bytes if own else chunk_bytes
+        if sizes != {chunk_bytes} or not (last == chunk_bytes or is_end):
+            return None
+        if sum(chunk.stored_bytes for chunk in own) != run.nbytes:
+            return None
+        chunks.append(own)
+    return None if begin is None else Alike(begin.file, begin.lo, begin.lo + unit.nbytes, chunks)
 
 
 def units_of(

@@ -221,6 +221,17 @@ class MultipartDriver(Driver, Protocol):
 
 
 @runtime_checkable
+class CopyingDriver(MultipartDriver, Protocol):
+    """A driver of a server that makes a part of the bytes of another file there."""
+
+    def copy_part(
+        self, path: str, upload_id: str, number: int, source: str, lo: int, hi: int
+    ) -> Any:
+        """Copies bytes `[lo, hi)` of the file at another path as `upload_part` uploads a part."""
+        ...
+
+
+@runtime_checkable
 class StreamDriver(Driver, Protocol):
     """A driver that streams large files."""
 

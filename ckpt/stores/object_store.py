@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 from ckpt.arguments import memory_budget
 from ckpt.errors import ExistsError, ReplacedError, StoreError
 from ckpt.stores.driver import (
+    CopyingDriver,
     MultipartDriver,
     ObjectInfo,
     PastEndError,
@@ -51,6 +52,7 @@ from formats.storage import (
     REMOTE_READ_BYTES,
     FileWriter,
     Pool,
+    Reader,
 )
 from sharding.errors import cause_without_secrets, without_secrets
 
@@ -192,6 +194,10 @@ class ObjectStore(OverNetwork):
         if isinstance(found, int):
             raise TooLargeError(f"{self.url}/{name}", found, limit)
         return found
+
+    def server_path(self, name: str) -> tuple[object, str]:
+        """Returns the session, and the path that it has for a file."""
+        return self._driver.session, self._path(name)
 
     def read_start(self, name: str, length: int) -> Start:
         """Reads the first bytes of a file in one request; fewer if it is shorter."""
@@ -423,7 +429,19 @@ class ObjectStore(OverNetwork):
                 self._check_absent(name)
             self._finish(driver, name, upload_id, tags, total)
 
+        def path_of(reader: Reader, file: str) -> str | None:
+            place = getattr(reader, "server_path", None)
+            found: tuple[object, str] | None = None if place is None else place(file)
+            return None if found is None or found[0] is not driver.session else found[1]
+
+        def copy_part(upload_id: str, number: int, source: str, lo: int, hi: int) -> Any:
+            assert isinstance(driver, CopyingDriver)
+            request = partial(driver.copy_part, path, upload_id, number, source, lo, hi)
+            return send(f"copying part {number} of", request)
+
         requests = UploadRequests(
+            path_of=path_of,
+            copy_part=copy_part if isinstance(driver, CopyingDriver) else None,
             put=send_whole,
             create_multipart=create,
             upload_part=lambda upload_id, number, data: send(

@@ -251,6 +251,21 @@ class S3Driver(Session):
             "ETag"
         ]
 
+    def copy_part(
+        self, path: str, upload_id: str, number: int, source: str, lo: int, hi: int
+    ) -> Any:
+        """Copies a range of another object as one part, on the server, and returns its ETag."""
+        bucket, key = self._split(source)
+        answer = self._do(
+            "upload_part_copy",
+            path,
+            UploadId=upload_id,
+            PartNumber=number,
+            CopySource={"Bucket": bucket, "Key": key},
+            CopySourceRange=f"bytes={lo}-{hi - 1}",
+        )
+        return answer["CopyPartResult"]["ETag"]
+
     def complete_multipart(self, path: str, upload_id: str, parts: Sequence[Any]) -> None:
         """Makes an object of its parts."""
         listed = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(parts, 1)]

@@ -7,7 +7,9 @@ Rules:
 2. A part is sent once it is full. A file smaller than one part is sent in one request.
 3. The first part of a rewritable file is kept and sent last: the numbers of parts decide their
    order.
-4. Any exception ends the upload. No further part is sent, and the sent ones are deleted. A killed
+4. Bytes of another file on the same server become parts there, without passing by this process,
+   where they are long enough for a part, and so are the bytes before them.
+5. Any exception ends the upload. No further part is sent, and the sent ones are deleted. A killed
    process leaves them (`Store.unfinished`).
 
 Writes a file by the stream of a driver that has no uploads in parts.
@@ -33,7 +35,7 @@ from queue import SimpleQueue
 from typing import IO, Any
 
 from ckpt.stores.driver import PartLimits, StreamDriver
-from formats.storage import Buffer, FileWriter, Pool
+from formats.storage import Buffer, FileWriter, Pool, Reader
 
 PART_BYTES = 16 << 20
 """The size of a part, unless the memory budget is small or large."""
@@ -42,6 +44,8 @@ MOST_PART_BYTES = 128 << 20
 LATER_FACTOR = 8
 """Parts in the second half of a server's largest number of parts are larger by this factor."""
 MOST_BUFFERS = 8
+COPIED_PART_BYTES = 256 << 20
+"""The most bytes of a part that the server copies, so that its answer comes in time."""
 
 Memory = mmap | bytes
 """The memory of a part: mapped, so that a small file does not touch all of a large part."""
@@ -57,6 +61,9 @@ class UploadRequests:
     complete_multipart: Callable[[str, Sequence[Any], int], None]
     """The last argument is the size of the whole file."""
     abort_multipart: Callable[[str], None]
+    path_of: Callable[[Reader, str], str | None] = lambda reader, name: None
+    """The path of a file of a reader that `copy_part` can copy; None for another one."""
+    copy_part: Callable[[str, int, str, int, int], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,8 @@ class PartSizes:
     first_later: int
     """The number of the first larger part."""
     buffers: int
+    least_bytes: int = 5 << 20
+    """The smallest size of a part that is not the last."""
 
     @classmethod
     def within(cls, budget: int, limits: PartLimits) -> PartSizes:
@@ -83,7 +92,8 @@ class PartSizes:
         usual = max(limits.least_bytes, min(PART_BYTES, budget // 4))
         part = max(usual, min(MOST_PART_BYTES, budget // MOST_BUFFERS))
         buffers = max(2, min(MOST_BUFFERS, budget // part))
-        return cls(part, part * LATER_FACTOR, limits.most // 2, buffers)
+        later, half = part * LATER_FACTOR, limits.most // 2
+        return cls(part, later, half, buffers, limits.least_bytes)
 
     def part(self, number: int) -> int:
         """Returns the bytes of a part, numbered from 1."""
@@ -116,9 +126,56 @@ class Upload:
         self._free: SimpleQueue[Memory] = SimpleQueue()
         self._pool: Pool | None = None
         self._sent: dict[int, Future[Any]] = {}
+        self._copied: tuple[str, int, int] | None = None
+        """The path and the bytes of another file that are the next part, so far."""
+        self._can_copy = requests.copy_part is not None and not rewritable
+        self._has_copied = False
+
+    def copy(self, reader: Reader, name: str, lo: int, hi: int) -> bool:
+        """Appends bytes of another file on the server. Returns False if it did nothing (rule 4)."""
+        path = self._requests.path_of(reader, name) if self._can_copy else None
+        if path is None:
+            return False
+        if self._copied is not None:
+            before, first, last = self._copied
+            if (before, last) == (path, lo) and hi - first <= COPIED_PART_BYTES:
+                self._copied = path, first, hi
+                self._total += hi - lo
+                return True
+        least = self._part_sizes.least_bytes
+        if hi - lo <= least or 0 < self._filled < least:
+            return False
+        self._end_copied()
+        if self._filled:
+            self._send(self._number, memoryview(self._buffer)[: self._filled], self._buffer)
+            self._number, self._buffer, self._filled = self._number + 1, b"", 0
+        self._copied = path, lo, hi
+        if not self._has_copied:
+            try:
+                self._end_copied().result()  # not every server can, or lets this user
+            except OSError:
+                self._can_copy = False
+                self._number -= 1
+                del self._sent[self._number]
+                return False
+            self._has_copied = True
+        self._total += hi - lo
+        return True
+
+    def _end_copied(self) -> Future[Any]:
+        """Begins the copy of the part that has been collected, if there is one."""
+        if self._copied is None:
+            return Future()
+        (path, lo, hi), number, self._copied = self._copied, self._number, None
+        self._number += 1
+        copy_part, upload_id, pool = self._requests.copy_part, self._begun(), self._threads()
+        assert copy_part is not None
+        self._sent[number] = pool.submit(partial(copy_part, upload_id, number, path, lo, hi))
+        return self._sent[number]
 
     def write(self, buffers: Iterable[Buffer]) -> None:
         """Appends the buffers. Raises the error of an earlier part that failed."""
+        self._end_copied()
         for buffer in buffers:
             data = memoryview(buffer).cast("B") if len(buffer) else memoryview(b"")
             if self._rewritable and not self._total and len(data):
@@ -149,6 +206,7 @@ class Upload:
 
     def finish(self) -> None:
         """Completes the file."""
+        self._end_copied()
         last = memoryview(self._buffer)[: self._filled]
         if self._upload_id is None and self._first is None:
             self._requests.put(last)
@@ -191,11 +249,7 @@ class Upload:
         self._number += 1
 
     def _send(self, number: int, part: memoryview, buffer: Memory | None) -> None:
-        if self._upload_id is None:
-            self._upload_id = self._requests.create_multipart()
-        if self._pool is None:
-            self._pool = Pool(self._part_sizes.buffers, "ckpt-upload")
-        upload_id = self._upload_id
+        upload_id, pool = self._begun(), self._threads()
 
         def send() -> Any:
             try:
@@ -204,7 +258,18 @@ class Upload:
                 if buffer is not None:
                     self._free.put(buffer)
 
-        self._sent[number] = self._pool.submit(send)
+        self._sent[number] = pool.submit(send)
+
+    def _begun(self) -> str:
+        """Returns the id of the upload, which begins if it has not."""
+        if self._upload_id is None:
+            self._upload_id = self._requests.create_multipart()
+        return self._upload_id
+
+    def _threads(self) -> Pool:
+        if self._pool is None:
+            self._pool = Pool(self._part_sizes.buffers, "ckpt-upload")
+        return self._pool
 
     def _raise_failed(self) -> None:
         for future in self._sent.values():

@@ -8,7 +8,9 @@ bytes, verifies them, sums them if the file needs checksums, and writes them in 
 2. Bytes that checksums decide are written with their unit if the tensors before them are summed by
    then. Otherwise a local file gets them last. Another writer waits for the units before.
 3. A failure of one thread ends all of them. The caller's file then never appears.
-4. Each thread has memory for two units and for the scratch of its reads, whatever is written.
+4. A server may take units of its own files as they are (`CopyingFileWriter`). Their checksums are
+   those that the source's table has, and nobody compares them: they go along to the new table.
+5. Each thread has memory for two units and for the scratch of its reads, whatever is written.
 
 The checksums of a copied file's tensors, whose bytes come in runs, in any order.
 
@@ -27,14 +29,30 @@ from mmap import mmap
 from typing import Generic, TypeVar
 
 from ckpt.arguments import memory_budget
-from ckpt.plan.copy_plan import CopySource, CopyUnit, Span, TensorRun, packed_pieces, units_of
+from ckpt.plan.copy_plan import (
+    CopySource,
+    CopyUnit,
+    Span,
+    TensorRun,
+    packed_pieces,
+    stored_alike,
+    units_of,
+)
 from ckpt.plan.read_plan import requests_for
 from ckpt.transfer.read import FAR_WORKERS, THREAD_BYTES, RangeReader, ReadPolicy, workers_for
 from ckpt.transfer.record_sums import RecordSums, Verify
-from formats.catalog import FilePlan, Late, OutgoingTensor, length_of
-from formats.native.shard import Progress
+from formats.catalog import Chunk, FilePlan, Late, OutgoingTensor, length_of
+from formats.native.shard import RECORD, Progress
 from formats.native.shard_writer import record_of
-from formats.storage import LOCAL_READ_BYTES, FileWriter, PlacedFileWriter, Pool, Reader, Writer
+from formats.storage import (
+    LOCAL_READ_BYTES,
+    CopyingFileWriter,
+    FileWriter,
+    PlacedFileWriter,
+    Pool,
+    Reader,
+    Writer,
+)
 from formats.zip_plan import SummedRanges, crc32
 
 UNIT_BYTES = 1 << 20
@@ -162,6 +180,10 @@ class _FileCopy:
     ) -> None:
         self._copier, self._file, self._offset = copier, file, offset
         self._placed = file if isinstance(file, PlacedFileWriter) else None
+        is_copying = isinstance(file, CopyingFileWriter) and (plan.chunk_bytes or not is_summed)
+        self._copying = file if is_copying and isinstance(file, CopyingFileWriter) else None
+        self._chunk_bytes = plan.chunk_bytes
+        self._sizes = [part.nbytes for part in plan.parts if isinstance(part, OutgoingTensor)]
         self._units = copier.units(plan)
         self._nbytes = sum(map(length_of, plan.parts))
         self._sums = sums_of(plan) if is_summed else None
@@ -220,6 +242,9 @@ class _FileCopy:
 
     def _copy(self, unit: CopyUnit) -> bool:
         """Copies one unit. Returns whether it was written: False if another thread has failed."""
+        copied = self._copy_there(unit)
+        if copied is not None:
+            return copied
         memory = self._copier.memory.of("unit", unit.nbytes)
         self._copier.fill(unit, memory)
         if not self._add_late(unit, memory):
@@ -230,12 +255,34 @@ class _FileCopy:
             return False
         else:
             self._file.write([memory])
+        self._end_unit(unit)
+        return True
+
+    def _copy_there(self, unit: CopyUnit) -> bool | None:
+        """Lets the server copy a unit, in its turn. Returns as `_copy`; None if it must be read."""
+        copying, sums = self._copying, self._sums
+        if copying is None:
+            return None
+        alike = stored_alike(unit, self._chunk_bytes, self._sizes.__getitem__)
+        if alike is None:
+            return None
+        if not self._wait(lambda: self._written == unit.number):
+            return False
+        if not copying.copy(self._copier.ranges.reader, alike.file, alike.lo, alike.hi):
+            return None
+        if isinstance(sums, ChunkSums):
+            with self._changed:
+                for run, chunks in zip(unit.runs, alike.chunks, strict=True):
+                    sums.add_stored(run, chunks)
+        self._end_unit(unit)
+        return True
+
+    def _end_unit(self, unit: CopyUnit) -> None:
         with self._changed:
             self._written += 1
             self._changed.notify_all()
             if self._copier.progress is not None and unit.runs:
                 self._copier.progress(unit.read_bytes)
-        return True
 
     def _add_late(self, unit: CopyUnit, memory: memoryview) -> bool:
         """Sums a unit's tensors, and adds its late bytes. Returns as `_copy` does."""
@@ -408,6 +455,11 @@ class ChunkSums(TensorSums[_ChunkRun]):
         chunks.records.update(enumerate(found.records, found.first))
         for at, data in found.ends:
             self._add_end(chunks, self._sizes[run.tensor], at, data)
+
+    def add_stored(self, run: TensorRun, chunks: Sequence[Chunk]) -> None:
+        """Adds the chunks of a run that begins with one, by their checksums at the source."""
+        records = [RECORD.pack(one.digest, one.stored_bytes) for one in chunks]
+        self.add(run, _ChunkRun(run.lo // self._chunk_bytes, records, []))
 
     def _add_end(self, chunks: _Chunks, nbytes: int, at: int, data: bytes) -> None:
         """Adds the bytes of a part of one chunk."""

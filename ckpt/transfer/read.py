@@ -205,7 +205,7 @@ class RangeReader:
     def __init__(self, reader: Reader, sums: RecordSums, policy: ReadPolicy | None = None) -> None:
         """`sums` decides on verification, and knows the reads of records by other readers."""
         policy = ReadPolicy.within(memory_budget(), reader) if policy is None else policy
-        self._reader = reader
+        self._reader = self.reader = reader
         self._sums = sums
         self._policy = policy
         self._workers, self._limits = policy.workers, policy.limits

@@ -11,6 +11,8 @@ import torch
 import ckpt
 from ckpt.stores.store import open_store
 from tests.stores import states
+from tests.stores.fault_proxy import FaultProxy
+from tests.stores.faults import Fault, Request
 from tests.stores.places import S3, SERVERS, Place, place_at
 from tests.stores.server import Server, s3_client
 from tools.main import main
@@ -242,3 +244,52 @@ def save_with_a_rank_that_fails(url: str, options: Any) -> None:
             raise RuntimeError("rank 1 has had enough")
 
     ckpt.save(url, states.state(1), storage_options=options, progress=progress)
+
+
+def in_long_runs() -> dict[str, torch.Tensor]:
+    return {name: torch.arange(3 << 20, dtype=torch.int32) for name in "abc"}  # 12 MiB each
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["moto", pytest.param("radosgw", marks=pytest.mark.slow)])
+def test_a_conversion_leaves_unchanged_bytes_on_their_server_with_their_checksums(
+    servers: Callable[[str], Server], tmp_path: Path, kind: str
+) -> None:
+    with FaultProxy(servers(kind)) as proxy:
+        server = proxy.server
+        source, options = server.url(f"{tmp_path.name}/a"), server.options
+        ckpt.save(source, in_long_runs(), storage_options=options)
+        copies = []
+        for number, refuses in enumerate((False, True)):
+            proxy.clear()
+            proxy.schedule = lambda one: (
+                Fault.DENIED if refuses and is_copy(one) else None  # noqa: B023
+            )
+            copies.append(server.url(f"{tmp_path.name}/copy {number}"))
+            ckpt.convert(source, copies[-1], storage_options=options)
+            copied = [one.request for one in proxy.seen if is_copy(one.request)]
+            moved = proxy.sent_bytes + proxy.received_bytes
+            assert len(copied) == (1 if refuses else 2)  # the first one tries whether it may
+            assert moved > 75e6 if refuses else moved < 45e6
+        proxy.schedule = lambda one: None
+        for copy in copies:
+            found = read(copy, options)
+            assert all(torch.equal(found[name], one) for name, one in in_long_runs().items())
+            assert ckpt.verify(copy, storage_options=options).problems == ()
+        # Damage goes along with the checksum that tells of it.
+        with open_store(source, options) as store:
+            (name,) = [name for name in store.names() if name.endswith(".safetensors")]
+            content = bytearray(store.read(name, 0, store.size(name)))
+            content[len(content) // 2] ^= 1
+            store.commit(name, bytes(content), replace=True)
+        damaged = server.url(f"{tmp_path.name}/damaged")
+        ckpt.convert(source, damaged, storage_options=options)
+        assert [one.kind for one in ckpt.verify(damaged, storage_options=options).problems]
+        with pytest.raises(ckpt.CorruptError):
+            ckpt.load(damaged, in_long_runs(), storage_options=options)
+        with pytest.raises(ckpt.CorruptError):
+            ckpt.convert(source, f"{damaged}2", verify=True, storage_options=options)
+
+
+def is_copy(request: Request) -> bool:
+    return request.method == "PUT" and not request.length and "partNumber" in request.target
