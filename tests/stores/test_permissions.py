@@ -52,7 +52,7 @@ def overwrite(url: str, options: Any, folder: Path) -> None:
 
 
 def load(url: str, options: Any, folder: Path) -> None:
-    ckpt.load(f"{url}/step-1", state(), storage_options=options)
+    ckpt.load(f"{url}/step-1", {"w": torch.zeros(4), "step": 0}, storage_options=options)
 
 
 def copied_to(url: str, options: Any, folder: Path) -> None:
@@ -109,8 +109,8 @@ def prepared(server: Server, name: str) -> str:
     url = server.url(name)
     for step in (1, 2, 3):
         metadata = {"step": str(step), "order": f"1.{step}", "began": f"{step}.0"}
-        new = state(step) if step == 1 else {"w": torch.ones(4), "step": step}
-        ckpt.save(f"{url}/step-{step}", new, metadata=metadata, storage_options=server.options)
+        small = {"w": torch.full((4,), float(step)), "step": step}
+        ckpt.save(f"{url}/step-{step}", small, metadata=metadata, storage_options=server.options)
     with open_store(f"{url}/step-3", server.options) as store:
         store.commit("0123456789abcdef-00000.safetensors", b"left", replace=True)
     upload = {"Bucket": server.bucket, "Key": f"{name}/step-3/0123456789abcdef-00001.safetensors"}
