@@ -40,7 +40,7 @@ from ckpt.plan.copy_plan import (
 )
 from ckpt.plan.read_plan import requests_for
 from ckpt.transfer.read import FAR_WORKERS, THREAD_BYTES, RangeReader, ReadPolicy, workers_for
-from ckpt.transfer.record_sums import RecordSums, Verify
+from ckpt.transfer.record_sums import RecordSums, Verify, repeated
 from formats.catalog import Chunk, FilePlan, Late, OutgoingTensor, length_of
 from formats.native.shard import RECORD, Progress
 from formats.native.shard_writer import record_of
@@ -126,12 +126,18 @@ class FileCopier:
             CorruptError: a chunk or record is not as it was written.
             HoleError: elements of a tensor are not stored.
         """
-        records = []
-        for plan in plans:
+
+        def written(plan: FilePlan) -> bytes:
             with writer.create(plan.name) as file:
-                records.append(_FileCopy(self, file, plan, 0, plan.needs_sums).run())
+                records = _FileCopy(self, file, plan, 0, plan.needs_sums).run()
                 if plan is plans[-1]:
                     self.finish()
+            return records
+
+        records = []
+        for plan in plans:
+            copy = partial(written, plan)  # a record that began in a file before is not repeated
+            records.append(copy() if self.sums.has_open else repeated(self.sums, copy))
         return records
 
     def write_part(self, file: FileWriter, plan: FilePlan, offset: int) -> bytes:

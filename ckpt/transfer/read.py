@@ -44,7 +44,7 @@ import xxhash
 from ckpt.arguments import memory_budget
 from ckpt.plan.load_plan import NOTHING_SHARED, CheckShare
 from ckpt.plan.read_plan import NOWHERE, ByteRange, Limits, ReadRequest, byte_ranges_of, groups_of
-from ckpt.transfer.record_sums import Part, RecordSums, Verify, changed
+from ckpt.transfer.record_sums import ChangedOnTheWayError, Part, RecordSums, Verify, changed
 from formats.catalog import Chunk, Extent
 from formats.errors import CorruptError
 from formats.native.shard import Progress
@@ -269,7 +269,8 @@ class RangeReader:
     ) -> None:
         """Reads a record with a wrong CRC-32 again, and fills the targets with right bytes.
 
-        Raises CorruptError if the record is damaged, or if other calls have read bytes of it.
+        Raises CorruptError if it is damaged, ChangedOnTheWayError if other calls have read bytes
+        of it.
         """
         extent = part.record.extent
         lo, hi = extent.offset, extent.offset + extent.nbytes
@@ -287,7 +288,7 @@ class RangeReader:
         if read_again(self._reader, place, found, crc32_of_record, is_right) is None:
             raise changed(self._reader.url, extent, part.names, found)
         if not part.is_of_one_call:
-            raise CorruptError(
+            raise ChangedOnTheWayError(
                 f"{self._reader.url}/{extent.file}: {part.names}: bytes {lo}:{hi} were changed on "
                 "the way from the store, where they are right; nothing is damaged: begin again"
             )

@@ -9,7 +9,9 @@ Rules:
 
 1. A part is summed while the processor has it in its cache. `RecordSums` keeps numbers, no bytes.
 2. Bytes that are read twice, such as those of overlapping views, count once.
-3. A record that is read in part cannot be compared. With `verify="all"` the rest is read for the
+3. If the way to a record has changed bytes of it, the call that has read all of the record reads it
+   again. Where several calls have read it, `repeated` does all of their work once more.
+4. A record that is read in part cannot be compared. With `verify="all"` the rest is read for the
    checksum. Otherwise `unverified` names the tensors for which the record was read.
 """
 
@@ -17,12 +19,13 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Callable, Iterable
+from typing import Literal, TypeVar
 
 from ckpt.plan.read_plan import NOWHERE, BoxCopy, ByteRange, ReadRequest
 from formats.catalog import Extent
 from formats.errors import CorruptError
+from formats.storage import LOOKS
 from formats.zip_plan import SummedRanges, crc32
 from sharding.errors import ArgumentError, listed
 from sharding.layout import Box, Piece
@@ -34,6 +37,7 @@ MOST_GAPS = 64
 """A record with more gaps than these is read again as a whole, not gap by gap."""
 
 SHOWN_NAMES = 3
+T = TypeVar("T")
 
 _Range = tuple[int, int]
 _Place = tuple[str, int, int]
@@ -129,6 +133,18 @@ class RecordSums:
         with self._lock:
             return tuple(dict.fromkeys(name for one in self._open.values() for name in one.names))
 
+    @property
+    def has_open(self) -> bool:
+        """Whether part of a record was read, and not the rest."""
+        with self._lock:
+            return bool(self._open)
+
+    def restart(self) -> None:
+        """Forgets all records, before the same reads begin again."""
+        with self._lock:
+            self._open.clear()
+            self._compared.clear()
+
     def _is_expected(self, extent: Extent) -> bool:
         """Whether the announced reads may cover the whole record."""
         return self._expected is None or self._expected.get(extent[:3], 0) >= extent.nbytes
@@ -143,6 +159,22 @@ class RecordSums:
             record = self._open[place] = _Record(extent)
         record.names[name] = None
         return record
+
+
+class ChangedOnTheWayError(CorruptError):
+    """Bytes that several calls have read were changed on the way; they are right in the store."""
+
+
+def repeated(sums: RecordSums, work: Callable[[], T]) -> T:
+    """Does work that begins with no record open, again if the way to records has changed bytes."""
+    for left in reversed(range(LOOKS)):
+        try:
+            return work()
+        except ChangedOnTheWayError:
+            if not left:
+                raise
+            sums.restart()
+    raise AssertionError("unreachable")
 
 
 class Part:

@@ -52,7 +52,7 @@ from ckpt.plan.read_plan import NOWHERE, ReadRequest, requests_for
 from ckpt.plan.scatter_plan import ScatterRound, TensorMove
 from ckpt.state.memory import copy_in_range, empty_for, is_conj_or_neg, memory_of, torch_dtype
 from ckpt.transfer.read import RangeReader, ReadPolicy, Unchanged, read_requests
-from ckpt.transfer.record_sums import RecordSums, Verify
+from ckpt.transfer.record_sums import RecordSums, Verify, repeated
 from formats.catalog import Catalog, StoredPiece, TensorRecord
 from formats.errors import FormatError, UnsupportedError
 from formats.native.shard import Progress
@@ -120,31 +120,34 @@ class LoadRun:
 
         Raises as `half_loaded` does, with the names of targets that were begun.
         """
+        with half_loaded(self.touched):
+            repeated(source.sums, lambda: self._read_all(plan, source, stage_bytes))
+
+    def _read_all(self, plan: LoadPlan, source: FileSource, stage_bytes: int) -> None:
         ranges = source.range_reader()
         memory = [memoryview(b"")] * len(self.targets)
-        with half_loaded(self.touched):
-            for batch in _batches(plan.reads, stage_bytes):
-                requests: list[ReadRequest] = []
-                staged: list[tuple[TensorRead, Stage, torch.Tensor]] = []
-                for read in batch:
-                    name, target, some, stage = read
-                    self.touched[name] = None
-                    if stage is None:
-                        memory[target] = memory_of(self.targets[target].local)
-                    else:
-                        dtype = torch_dtype(stage.dtype.torch_name)
-                        into = torch.empty(stage.shape, dtype=dtype, device="cpu")
-                        memory[target] = memory_of(into)
-                        staged.append((read, stage, into))
-                    requests += some
-                ranges.run(requests, memory, source.progress)
-                for read, stage, into in staged:
-                    memory[read.target] = memoryview(b"")
-                    local = self.targets[read.target].local
-                    if into.shape != local.shape:
-                        local = local[stage.lo : stage.lo + len(into)]
-                    self._cast(read.name, into, local)
-            ranges.finish(source.progress)
+        for batch in _batches(plan.reads, stage_bytes):
+            requests: list[ReadRequest] = []
+            staged: list[tuple[TensorRead, Stage, torch.Tensor]] = []
+            for read in batch:
+                name, target, some, stage = read
+                self.touched[name] = None
+                if stage is None:
+                    memory[target] = memory_of(self.targets[target].local)
+                else:
+                    dtype = torch_dtype(stage.dtype.torch_name)
+                    into = torch.empty(stage.shape, dtype=dtype, device="cpu")
+                    memory[target] = memory_of(into)
+                    staged.append((read, stage, into))
+                requests += some
+            ranges.run(requests, memory, source.progress)
+            for read, stage, into in staged:
+                memory[read.target] = memoryview(b"")
+                local = self.targets[read.target].local
+                if into.shape != local.shape:
+                    local = local[stage.lo : stage.lo + len(into)]
+                self._cast(read.name, into, local)
+        ranges.finish(source.progress)
 
     def exchange(self, plan: LoadPlan, source: FileSource, budget: int) -> None:
         """Fulfils `plan.exchanges` and `plan.scatter_rounds`, after `read`.

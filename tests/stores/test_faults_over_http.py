@@ -285,6 +285,38 @@ def test_a_record_with_one_checksum_is_read_again_as_a_whole(
     assert [one.rereads for one in events if not one.stage][-1] == 1
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", ["convert", "load"])
+def test_a_record_that_several_calls_read_is_read_again_from_the_begin(
+    place: Place,
+    proxy: FaultProxy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+) -> None:
+    monkeypatch.setenv("CKPT_MEMORY_BUDGET", str(8 << 20))
+    state = {"w": torch.arange(2_500_000.0).reshape(2500, 1000)}
+    ckpt.save(tmp_path / "ours", state)
+    url, options = f"{place.url}/step-1.pt", proxy.server.options
+    ckpt.convert(tmp_path / "ours", url, dst_storage_options=place.options)
+
+    def read(folder: Path) -> Any:
+        if way == "convert":
+            ckpt.convert(url, folder, storage_options=options)
+            return ckpt.read(folder)
+        target = {"w": torch.zeros(2500, 1000, dtype=torch.float64)}
+        return ckpt.load(url, target, dtype="target", storage_options=options)
+
+    read(tmp_path / "warm")
+    large = [one.sent_bytes >= 400_000 for one in proxy.seen if one.request.reads_data]
+    assert sum(large) >= 2
+    for number in [at for at, is_large in enumerate(large) if is_large][::4]:
+        proxy.schedule = nth(number, Fault.FLIP_ANSWER, lambda request: request.reads_data)
+        with pytest.warns(ckpt.errors.WireWarning):
+            found = read(tmp_path / f"{number}")
+        assert torch.equal(found["w"].float(), state["w"])
+
+
 def test_a_byte_that_is_wrong_in_the_store_is_damage_without_a_word_on_the_network(
     place: Place, proxy: FaultProxy
 ) -> None:
