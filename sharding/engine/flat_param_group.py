@@ -311,7 +311,15 @@ class FlatParamGroup(ParamGroup):
         return self.packing
 
     def _outgoing(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        self._check_values(self.flat)
         return [self.flat.detach().to(self.device, dtype)]
+
+    def _check_values(self, tensor: torch.Tensor) -> None:
+        if tensor.is_meta and self.device.type != "meta":
+            raise MisuseError(
+                "An FSDP-managed module unexpectedly has parameters on meta. Make sure to move the "
+                f"module to {self.device} before training."
+            )
 
     def _gather(self, batch: AllGather) -> PendingAllGather:
         if self.whole is None:
@@ -388,6 +396,7 @@ class FlatParamGroup(ParamGroup):
 
     def _take_over_originals(self) -> None:
         first = self.parameters[0].sharded
+        self._check_values(first)
         if any(p.sharded.dtype != first.dtype for p in self.parameters):
             raise ArgumentTypeError(
                 "the original parameters of one flat parameter have got different dtypes: "

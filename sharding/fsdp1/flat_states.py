@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -192,13 +192,19 @@ def _layouts(param_group: FlatParamGroup, index: int) -> tuple[Layout, Layout]:
     if shard_group.group is None:
         alone = Mesh.grid((), (), dist.get_rank())
         return Layout(slot.shape, alone, ()), Layout(slot.shape, alone, ())
-    mesh = Mesh.of_ranks(("shard",), (shard_group.size,), shard_group.ranks)
+    mesh = _line(tuple(shard_group.ranks))
     divided = param_group.is_divided and slot.numel > 0
     flat: Placement = (
         FlatShard(slot.at, param_group.packing.shard_numel) if divided else Everywhere()
     )
     rows: Placement = Rows(0) if param_group.is_divided and slot.shape else Everywhere()
     return Layout(slot.shape, mesh, (flat,)), Layout(slot.shape, mesh, (rows,))
+
+
+@lru_cache(16)
+def _line(ranks: tuple[int, ...]) -> Mesh:
+    """Returns the mesh of the ranks that share: one object for all parameters."""
+    return Mesh.of_ranks(("shard",), (len(ranks),), ranks)
 
 
 def _wrapped(

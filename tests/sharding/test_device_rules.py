@@ -211,9 +211,12 @@ def test_m_06_a_module_on_two_devices_needs_device_id_and_is_unified_by_it(
 def parameters_gone_elsewhere() -> None:
     x = models.batch(0)
     for use_orig_params in (False, True):
+        used = nested(device_id=CPU, use_orig_params=use_orig_params)
+        used(x).sum().backward()
         for model in (
             nested(device_id=CPU, use_orig_params=use_orig_params),
             FSDP(models.linears(2), device_id=CPU, use_orig_params=use_orig_params),
+            used,
         ):
             model.to("meta")
             with pytest.raises(
