@@ -128,7 +128,7 @@ def parsed(text: str) -> int:
         nbytes = 0
     if not LEAST_BYTES <= nbytes <= MOST_BYTES:
         raise ArgumentError(
-            f"{VARIABLE} is {text!r}; it is a number of bytes, like 64MiB, 1GB or 100000000, and "
+            f"{VARIABLE} is {text!r}; give a number of bytes, such as 64MiB, 1GB or 100000000, and "
             f"at least {LEAST_BYTES >> 20}MiB"
         )
     return nbytes

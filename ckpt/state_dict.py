@@ -247,7 +247,7 @@ def _check_budget(budget: int | None) -> None:
     if budget is None:
         memory_budget()
     elif not _count(budget):
-        raise ArgumentError(f"budget is {budget!r}; it is a number of bytes, at least 1")
+        raise ArgumentError(f"budget is {budget!r}; give a number of bytes, at least 1")
 
 
 def _count(budget: object) -> int:
@@ -261,7 +261,9 @@ def _count(budget: object) -> int:
 def _check_same_arguments(same: bool) -> None:
     """Raises StateError if the ranks were called with different arguments."""
     if not same:
-        raise StateError("the ranks were called with different arguments; call all of them alike")
+        raise StateError(
+            "the ranks were called with different arguments; pass the same arguments on all ranks"
+        )
 
 
 def _fingerprint_of(read: tuple[object, bytes]) -> dict[str, int]:

@@ -45,7 +45,8 @@ def read(reader: Reader) -> Catalog:
     names = sorted(filter(FILE.fullmatch, reader.names()), key=_number)
     if [_number(name) for name in names] != [*range(len(names))]:
         raise CorruptError(
-            f"{reader.url}: consolidated files are missing, there are {', '.join(names)}; copy "
+            f"{reader.url}: consolidated files are missing: only {', '.join(names)} are there; "
+            "copy "
             "all of them"
         )
     parts = [torch_save.read(reader, name) for name in names]

@@ -306,7 +306,10 @@ class _Header:
         name, dimensions = self.text(), self.number(_U32)
         self.names.tensor(len(name))
         if dimensions > DIMENSIONS:
-            raise HostileError(f"{self.file}: {name!r:.200} has {dimensions} dimensions")
+            raise HostileError(
+                f"{self.file}: {name!r:.200} has {dimensions} dimensions, and the most are "
+                f"{DIMENSIONS}"
+            )
         sizes = unpack(f"<{dimensions}Q", self.take(8 * dimensions))
         kind, offset = self.number(_U32), self.number(_U64)
         shape, least = sizes[::-1], 1

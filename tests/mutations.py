@@ -747,7 +747,7 @@ MUTATIONS = (
         "run/local_tier",
     ),
     Mutation(
-        "mapping: tensors of one rule have one dtype",
+        "mapping: tensors of one rule must have one dtype",
         "other = next((one for one in others if one.dtype != first.dtype), None)",
         "other = None",
         "mapping/apply",

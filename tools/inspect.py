@@ -120,7 +120,7 @@ def run(options: Options) -> int:
     from ckpt.opening.sources import open_source
 
     if options.depth is not None and options.depth < 1:
-        raise ValueError(f"--depth {options.depth}: the depth is at least 1")
+        raise ValueError(f"--depth {options.depth}: give at least 1")
     if options.verbose:
         options = replace(options, values=True, files=True)
     if options.html is not None and (options.patterns or options.as_json):

@@ -61,7 +61,9 @@ class Tolerance:
 
     def __post_init__(self) -> None:
         if not (self.rtol >= 0 and self.atol >= 0):
-            raise ArgumentError(f"a tolerance is not negative: rtol={self.rtol}, atol={self.atol}")
+            raise ArgumentError(
+                f"a tolerance cannot be negative: rtol={self.rtol}, atol={self.atol}"
+            )
 
     @property
     def is_exact(self) -> bool:

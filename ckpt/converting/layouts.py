@@ -142,7 +142,7 @@ def checked_kind(kind: str | None, world_size: int | None) -> tuple[Kind | None,
     is_count = type(world_size) is int and 1 <= world_size <= RANKS
     if world_size is not None and not is_count:
         raise ArgumentError(
-            f"the world size is {world_size!r}; it is a whole number of ranks, from 1 to {RANKS}"
+            f"the world size is {world_size!r}; give a whole number from 1 to {RANKS}"
         )
     if kind is None:
         if world_size is not None:

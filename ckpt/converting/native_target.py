@@ -257,5 +257,6 @@ def check_located(record: TensorRecord) -> None:
     found = sum(stored.piece.box.numel for stored in record.pieces)
     if found != prod(record.shape):
         raise HoleError(
-            f"{record.name}: {found} of its {prod(record.shape)} elements are in the checkpoint"
+            f"{record.name}: only {found} of its {prod(record.shape)} elements are in the "
+            "checkpoint"
         )

@@ -81,7 +81,8 @@ class Journal:
                 file = stack.enter_context(path.open("a+", encoding="utf-8"))
                 if not _is_locked(file) or not _has_name(file, path):
                     raise ExistsError(
-                        f"{folder}: another process resumes this conversion; wait for it, or end it"
+                        f"{folder}: another process resumes this conversion; wait until that "
+                        "process ends, or stop it"
                     )
                 done = _complete(folder, file, identity)
                 kept = {name.partition("/")[0] for name in done}

@@ -344,7 +344,7 @@ def _is_durable(store: Store, target: str) -> bool:
     try:
         store.flush()
     except StoreError as error:
-        told = f"{target} is complete, and may be gone after a loss of power: {error}"
+        told = f"{target} is complete, but a loss of power may undo that: {error}"
         warn(NotDurableWarning(told), stacklevel=3)
         return False
     return True

@@ -159,7 +159,8 @@ class CkptStorageReader(StorageReader):
         def leaf(node: Tree) -> object:
             if isinstance(node, OpaqueValue):
                 raise StateError(
-                    f"{self.checkpoint_id}: {name} is {node}, an object that is never made; leave "
+                    f"{self.checkpoint_id}: {name} is {node}, an object that is never rebuilt; "
+                    "leave "
                     "it out of the state to load"
                 )
             return checkpoint[node.name][...] if isinstance(node, TensorRef) else opened(node)

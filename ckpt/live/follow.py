@@ -73,7 +73,8 @@ def follow(
     address = parse(url)
     if address.version is not None:
         raise ArgumentError(
-            f"{address.shown}: ckpt.follow takes the address without a version, and after="
+            f"{address.shown}: give ckpt.follow the address without a version, and the version as "
+            "after="
         )
     if after is not None and (not isinstance(after, int) or after < -1):
         raise ArgumentError(f"after is {after!r}, not a version")

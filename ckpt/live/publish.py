@@ -96,9 +96,11 @@ def publish(
 
     def checked() -> None:
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise ArgumentError(f"name is {name!r:.80}; it has letters, digits, '.', '_' and '-'")
+            raise ArgumentError(f"name is {name!r:.80}; use only letters, digits, '.', '_' and '-'")
         if address is not None and not (isinstance(address, str) and address):
-            raise ArgumentTypeError(f"address is {address!r:.80}; it is None, or one as '0.0.0.0'")
+            raise ArgumentTypeError(
+                f"address is {address!r:.80}; give None, or an address such as '0.0.0.0'"
+            )
         if isinstance(lease_seconds, bool) or not isinstance(lease_seconds, int | float):
             raise ArgumentTypeError(f"lease_seconds is {lease_seconds!r:.80}; it is a number")
         if not 0.1 <= lease_seconds <= MOST_LEASE_SECONDS:

@@ -133,7 +133,9 @@ def read(
         Exception: the errors of `open`.
     """
     if not isinstance(dtype, torch.dtype | None):
-        raise ArgumentTypeError(f"dtype is {dtype!r:.80}; it is one of torch, as torch.bfloat16")
+        raise ArgumentTypeError(
+            f"dtype is {dtype!r:.80}; give a dtype of torch, such as torch.bfloat16"
+        )
     Casts.of(None if dtype is None else str(dtype))  # raises for another one than of floats
     selection = Selection.of(include, exclude)
     changes = Changes(mapping=mapping, parameters=parameters)
@@ -522,7 +524,7 @@ def _bounds(part: slice, length: int, name: str) -> tuple[int, int, int]:
     """Returns first, end and step of a slice of a dimension."""
     step = 1 if part.step is None else _integer(part.step, name)
     if step < 1:
-        raise TensorIndexError(f"{name}: the step of a slice is positive, not {step}")
+        raise TensorIndexError(f"{name}: the step of a slice must be positive, not {step}")
     first, end = (None if at is None else _integer(at, name) for at in (part.start, part.stop))
     return slice(first, end, step).indices(length)
 
@@ -549,6 +551,7 @@ def _integer(part: object, name: str) -> int:
     except TypeError:
         pass
     raise ArgumentTypeError(
-        f"{name}: the indices are integers, slices and `...`, and first a list of integers, not "
+        f"{name}: an index is an integer, a slice or `...`, and the first may be a list of "
+        "integers, not "
         f"{type(part).__name__}; read a range that holds the elements and index the result"
     )

@@ -203,7 +203,7 @@ def _check_fallback(fallback: object) -> None:
     several = isinstance(fallback, Sequence) and all(isinstance(one, places) for one in fallback)
     if not several and not isinstance(fallback, (bool, *places)):
         raise ArgumentTypeError(
-            f"fallback is {fallback!r:.80}; it is True, False, a path or URL, or a list of these"
+            f"fallback is {fallback!r:.80}; give True, False, a path or URL, or a list of these"
         )
 
 

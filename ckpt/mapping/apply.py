@@ -353,7 +353,7 @@ def _dict_of(entries: list[Named]) -> dict[Key, Tree]:
 
 
 def _is_nest(name: str) -> ArgumentError:
-    return ArgumentError(f"{name} would be a leaf and a nest; give it another name")
+    return ArgumentError(f"{name} would be both a value and a dict of values; give it another name")
 
 
 def _common_prefix(below: list[tuple[Key, list[Named]]]) -> str | None:

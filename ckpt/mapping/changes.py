@@ -184,7 +184,7 @@ def _check_used(parameters: Mapping[str, int], mappings: Sequence[TensorMapping]
             )
             raise ArgumentError(f"parameters={{{name!r}: {size}}}: {there}")
         if type(size) is not int or size < 1:
-            raise ArgumentError(f"parameters: {name} is {size!r:.80}; it is a number of 1 or more")
+            raise ArgumentError(f"parameters: {name} is {size!r:.80}; give a number of at least 1")
 
 
 def _renames(rename: Mapping[str, str], where: str) -> TensorMapping:
@@ -408,7 +408,7 @@ def known_mapping(name: str) -> TensorMapping:
     found = _names().get(name)
     if found is None:
         raise ArgumentError(
-            f"{name!r} is no mapping and no file; the mappings are {', '.join(known_names())}"
+            f"{name!r} is neither a mapping nor a file; the mappings are {', '.join(known_names())}"
         )
     file, is_inverse = found
     text = FAMILIES.joinpath(file).read_text(encoding="utf-8")

@@ -145,7 +145,7 @@ class Group:
         if other is not None:
             raise ArgumentError(
                 f"{self.rule.where}: {first.name} is {first.dtype} and {other.name} is "
-                f"{other.dtype}; tensors of one rule have one dtype"
+                f"{other.dtype}; tensors of one rule must have one dtype"
             )
         return first.dtype
 

@@ -420,7 +420,8 @@ def check_axes(
     lone = sorted(here ^ there)
     if lone:
         raise ArgumentError(
-            f"{where}: `{rearrange}` has {', '.join(lone)} on one side only: both sides have the "
+            f"{where}: `{rearrange}` has {', '.join(lone)} on one side only: both sides must have "
+            "the "
             "same axes, in the shapes or in braces in the names"
         )
 
@@ -461,7 +462,7 @@ def parse_mapping(text: str, name: str, is_json: bool = False) -> TensorMapping:
     top = _Table(found, name, _KEYS)
     rules = top.tables("rule")
     if not rules:
-        raise ArgumentError(f"{name}: a mapping has at least one [[rule]]")
+        raise ArgumentError(f"{name}: a mapping needs at least one [[rule]]")
     parameters, tied = top.table("parameters"), top.table("tied")
     return TensorMapping(
         name,

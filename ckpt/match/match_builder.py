@@ -202,7 +202,7 @@ class MatchBuilder:
             self.differ(
                 path,
                 "structure",
-                f"is {tree} in the checkpoint, an object that is never made; leave it out "
+                f"is {tree} in the checkpoint, an object that is never rebuilt; leave it out "
                 "(exclude=), or load it with torch.load where its class is known",
             )
         value = opened(tree)

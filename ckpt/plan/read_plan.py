@@ -160,7 +160,8 @@ def requests_for(
                 requests.append(ReadRequest(name, itemsize, copy, extent, target))
         if found != copies.numel(wanted):
             raise HoleError(
-                f"{name}: {found} of the {wanted.box.numel} elements of {wanted.box} are in the "
+                f"{name}: only {found} of the {wanted.box.numel} elements of {wanted.box} are in "
+                "the "
                 "checkpoint"
             )
     return requests

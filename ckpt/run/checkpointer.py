@@ -287,7 +287,8 @@ class Checkpointer(Uncopied):
             if step == last and not force and not saves.is_retrying:
                 return False
             raise ArgumentError(
-                f"step {step} comes after step {last}: steps must rise; to go back, "
+                f"step {step} comes after step {last}: each save needs a higher step than the "
+                "last; to go back, "
                 f"call restore(state, step=...)"
             )
         text, own = metrics_text(metrics or {}), checked_metadata(metadata or {})

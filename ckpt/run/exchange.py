@@ -124,7 +124,7 @@ class RunRanks:
         if others:
             raise ArgumentError(
                 f"{self.url}: rank {others[0]} made its Checkpointer with other arguments than "
-                "rank 0; make all of them alike"
+                "rank 0; give all of them the same arguments"
             )
         return text, [_of_row(row) for row in steps], places
 

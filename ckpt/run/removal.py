@@ -62,7 +62,7 @@ def set_pin(url: str, step: int, name: str, is_pinned: bool, options: Options) -
                 raise NotACheckpointError(f"{place}: it is not pinned as {name!r}")
             store.delete(file)
         elif f"{folder}/" not in store.entries() or not store.exists(f"{folder}/{MANIFEST}"):
-            raise NotACheckpointError(f"{place}: no checkpoint to pin is here")
+            raise NotACheckpointError(f"{place}: there is no checkpoint to pin")
         elif file not in store.names():
             store.commit(file, json.dumps({"step": step, "name": name}).encode(), True)
 

@@ -88,7 +88,7 @@ class SaveArguments:
 def checked_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
     """Returns a user's metadata. Raises ArgumentError if they have a key of the run's own."""
     if not isinstance(metadata, Mapping):
-        raise ArgumentTypeError(f"metadata is {metadata!r:.80}; it is a dict of texts")
+        raise ArgumentTypeError(f"metadata is {metadata!r:.80}; give a dict of texts")
     own = {STEP, METRICS, PROVENANCE, BEGAN, ORDER, HOSTS} & metadata.keys()
     if own:
         raise ArgumentError(f"metadata has {min(own)!r}, a key of the run's own; take another")

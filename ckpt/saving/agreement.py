@@ -234,7 +234,8 @@ def _cast(flat: FlatState, dtype: StoredDtypes) -> FlatState:
     for alias, name in flat.aliases.items():
         if casts.of_name(alias) != casts.of_name(name):
             raise ArgumentError(
-                f"dtype: {alias} and {name} are one tensor, and get two dtypes; name both alike"
+                f"dtype: {alias} and {name} are one tensor, and get two dtypes; give both names "
+                "the same dtype"
             )
     leaves = {}
     for name, leaf in flat.leaves.items():
@@ -293,7 +294,7 @@ def check_options(ranks: Ranks, store: Store, options: SaveOptions) -> None:
     if options.base is not None:
         folder_beside(store.url, options.base)
     if not isinstance(options.metadata, Mapping):
-        raise ArgumentTypeError(f"metadata is {options.metadata!r:.80}; it is a dict of texts")
+        raise ArgumentTypeError(f"metadata is {options.metadata!r:.80}; give a dict of texts")
     for key, text in options.metadata.items():
         if not isinstance(key, str) or not isinstance(text, str):
             raise StateError(f"metadata[{key!r}] is {text!r:.80}: metadata holds text only")

@@ -177,7 +177,9 @@ class _Flattener:
         if isinstance(node, SPREAD):
             return self._tensor(node, path, name or ROOT)
         if len(path) > MAX_DEPTH:
-            raise StateError(f"{shown(path[:8])}...: nests deeper than {MAX_DEPTH}: a cycle?")
+            raise StateError(
+                f"{shown(path[:8])}...: nests deeper than {MAX_DEPTH} levels; does it hold itself?"
+            )
         if kind is int:
             self.names.append(name)
             return _integer(node, path)  # type: ignore[arg-type]
@@ -339,7 +341,8 @@ class _Flattener:
             raise StateError(f"{shown(path)}: no tensor can have the name {name!r}; rename a key")
         if len(name) > self._name_chars:
             raise StateError(
-                f"{shown(path[:8])}: a name of {len(name)} characters, {self._name_chars} can be "
+                f"{shown(path[:8])}: the name has {len(name)} characters, and at most "
+                f"{self._name_chars} can be "
                 "read back; use shorter keys"
             )
         other = paths.setdefault(name, path)
@@ -398,7 +401,7 @@ def _integer(value: int, path: tuple[object, ...]) -> int:
     if value.bit_length() > MAX_INTEGER_BITS:
         raise StateError(
             f"{shown(path)}: an integer of {value.bit_length()} bits cannot be stored: "
-            f"{MAX_INTEGER_BITS} are the limit"
+            f"the limit is {MAX_INTEGER_BITS} bits"
         )
     return value
 

@@ -143,14 +143,14 @@ def _checked(rename: Callable[[str], object]) -> Callable[[str], str]:
     """Returns the function of a user, with a check of its type and of its results."""
     if not callable(rename):
         raise ArgumentTypeError(
-            f"rename is {rename!r:.80}; it is a function, or a dict of old and new names"
+            f"rename is {rename!r:.80}; give a function, or a dict from old names to new ones"
         )
 
     def apply(name: str) -> str:
         new = rename(name)
         if not isinstance(new, str):
             raise ArgumentTypeError(
-                f"rename({name!r}) returns {new!r:.80}; it returns the new name as text"
+                f"rename({name!r}) returns {new!r:.80}; it must return the new name as text"
             )
         return new
 

@@ -216,7 +216,9 @@ def modules(state: object, path: tuple[object, ...] = ()) -> Iterator[tuple[str,
     if type(state) in SINGLE:
         return
     if len(path) > MAX_DEPTH:
-        raise StateError(f"{shown(path[:8])}...: nests deeper than {MAX_DEPTH}: a cycle?")
+        raise StateError(
+            f"{shown(path[:8])}...: nests deeper than {MAX_DEPTH} levels; does it hold itself?"
+        )
     if isinstance(state, nn.Module):
         yield reduce(join, path, ""), state
     elif isinstance(state, Mapping):
@@ -423,7 +425,7 @@ def with_names(state: object, model: nn.Module | None, depth: int = 0) -> object
     if not isinstance(state, Mapping):
         return state
     if depth > MAX_DEPTH:
-        raise StateError(f"the state nests deeper than {MAX_DEPTH}: a cycle?")
+        raise StateError(f"the state nests deeper than {MAX_DEPTH} levels; does it hold itself?")
     named = by_parameters(state)
     if named is not state:
         return state  # its `_metadata` has the names

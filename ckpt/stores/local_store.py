@@ -259,7 +259,7 @@ class LocalStore:
             self.flush()
         except StoreError as error:
             raise UnflushedError(
-                f"{self._shown(name)} is there, and may be gone after a loss of power: {error}"
+                f"{self._shown(name)} is written, but a loss of power may undo that: {error}"
             ) from error
 
     def hold(self) -> None:

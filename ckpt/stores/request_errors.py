@@ -169,6 +169,6 @@ def explained(
         case ErrorClass.PASSING if seconds:
             return StoreError(
                 f"{place}: {doing} it failed each time for {seconds:g} s ({VARIABLE}), at last "
-                f"with {said}; is the server up, and its address right?"
+                f"with {said}; check that the server is up, and its address"
             )
     return StoreError(f"{place}: {doing} it failed: {said}")

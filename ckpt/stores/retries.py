@@ -182,5 +182,5 @@ def retry_policy() -> RetryPolicy:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise ArgumentError(f"{VARIABLE} is {text!r}; it is a number of seconds, like 300")
+        raise ArgumentError(f"{VARIABLE} is {text!r}; give a number of seconds, such as 300")
     return RetryPolicy(seconds)

@@ -87,9 +87,9 @@ def commit(
         check_no_other(store.url, names)
     if now() - began > GRACE_SECONDS:
         raise StoreError(
-            f"{store.url}: this took {(now() - began) / 3600:.1f} hours, and after "
-            f"{GRACE_SECONDS / 3600:g} the files count as left-overs; nothing was committed: save "
-            "again"
+            f"{store.url}: writing took {(now() - began) / 3600:.1f} hours. After "
+            f"{GRACE_SECONDS / 3600:g} hours its files count as left-overs; nothing was committed: "
+            "save again"
         )
 
     def check() -> None:

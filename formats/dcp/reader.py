@@ -148,7 +148,9 @@ def _tensor(
             raise FormatError(f"{METADATA}: a chunk of {name} is a {type(chunk).__name__}")
         lo, sizes = _shape(name, chunk.offsets), _shape(name, chunk.sizes)
         if len(lo) != len(shape) or len(sizes) != len(shape):
-            raise FormatError(f"{METADATA}: a chunk of {name} has not {len(shape)} dimensions")
+            raise FormatError(
+                f"{METADATA}: a chunk of {name} does not have {len(shape)} dimensions"
+            )
         box = Box(lo, tuple(start + size for start, size in zip(lo, sizes, strict=True)))
         if box:  # ranks beyond the last row have empty chunks
             pieces.append(StoredPiece(Piece.packed(box), items.find(name, lo)))

@@ -103,7 +103,7 @@ def decompress(frame: bytes | memoryview, width: int, target: memoryview, where:
         claimed = zstandard.frame_content_size(frame)
         if claimed != len(target):
             raise CorruptError(
-                f"{where}: a zstd frame has {claimed} bytes in the place of {len(target)}"
+                f"{where}: a zstd frame has {claimed} bytes instead of {len(target)}"
             )
         data = _thread.decompressor.decompress(
             frame, max_output_size=len(target), allow_extra_data=False

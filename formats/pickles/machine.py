@@ -314,7 +314,9 @@ class _Machine:
             self.push(self.storage_of(*arguments) if made is None else made(arguments))
         elif callee.full in RECORDS:
             if arguments:
-                raise FormatError(f"{callee.full} is called with {len(arguments)} arguments")
+                raise FormatError(
+                    f"{callee.full} is called with {len(arguments)} arguments, not with 0"
+                )
             self.push(RECORDS[callee.full]())
         else:
             self.push(Opaque(callee.full, arguments))

@@ -5,7 +5,7 @@ them. This reader only looks a name up in the tables below. Rules:
 
 1. The reader imports nothing and calls nothing of the file. A known name becomes a `Name` with a
    maker here, a plain value or a record of `formats.pickles.records`.
-2. A call of any other name makes an `Opaque`: an object that is shown and never made.
+2. A call of any other name makes an `Opaque`: an object that is shown but never rebuilt.
 3. A value without a type in this package becomes the nearest plain one: an OrderedDict becomes a
    dict, a torch.Size a tuple, a deque a list, a device, a layout or a path its text.
 4. The types of arguments are checked before use, and no argument is a size to allocate.

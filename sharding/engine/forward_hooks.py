@@ -173,7 +173,7 @@ def _check_runs_alone(unit: Unit, runtime: Runtime) -> None:
     if unit.whole is Whole.ELSEWHERE or runtime.is_running or trains:
         raise MisuseError(
             f"forward of {type(unit.modules[0]).__name__} inside summon_full_params with "
-            "rank0_only=True: only the first rank has the parameters, so only it can run a "
+            "rank0_only=True: only the first rank has the parameters, so only this rank can run a "
             "forward, without gradients and from no outer unit that all ranks run; use "
             "torch.no_grad() on the first rank, or rank0_only=False"
         )

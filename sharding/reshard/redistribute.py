@@ -394,7 +394,7 @@ def _exchange(group: ProcessGroup | None, messages: Sequence[dist.P2POp]) -> Non
         way = "came from" if message.op is dist.irecv else "could be sent to"
         raise TransferError(
             f"nothing {way} rank {message.peer} within {waiting_seconds():g} s, or it has ended: "
-            f"{error}; the process group may be of no use any more"
+            f"{error}; the process group may be unusable now"
         ) from error
 
 

@@ -35,7 +35,7 @@ def test_text_that_is_no_size_is_refused_with_what_is_allowed(
     monkeypatch.setenv(VARIABLE, text)
     target = torch.zeros(2)
     with pytest.raises(
-        ValueError, match=f"{VARIABLE} is .*like 64MiB.*at least {LEAST_BYTES >> 20}"
+        ValueError, match=f"{VARIABLE} is .*such as 64MiB.*at least {LEAST_BYTES >> 20}"
     ):
         ckpt.load(tmp_path / "c", {"w": target})
     assert not target.any()

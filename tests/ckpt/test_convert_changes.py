@@ -262,7 +262,7 @@ def test_the_changes_come_in_one_order(saved: Path, tmp_path: Path) -> None:
         ),
         (
             {"mapping": "llama-hf-torchtitan", "parameters": {"heads": 0}},
-            "heads is 0; it is a number of 1 or more",
+            "heads is 0; give a number of at least 1",
         ),
         ({"include": "/(/"}, "'/(/' is no regular expression"),
         ({"part": "modle"}, "part is 'modle'; it can be 'model' or 'optimizer'"),

@@ -367,7 +367,7 @@ def test_columns_are_no_run_and_say_so() -> None:
         ({"kind": "sharded"}, "sharded needs a number of ranks.*world_size="),
         ({"kind": "local"}, "local needs a number of ranks.*world_size="),
         ({"kind": "flat", "world_size": 2}, "'flat' is not a kind.*full, sharded, local"),
-        ({"kind": "full", "world_size": 0}, "the world size is 0; it is a whole number"),
+        ({"kind": "full", "world_size": 0}, "the world size is 0; give a whole number"),
         ({"kind": "full", "world_size": -1}, "the world size is -1"),
         ({"kind": "full", "world_size": 1.5}, "the world size is 1.5"),
         ({"kind": "full", "world_size": True}, "the world size is True"),

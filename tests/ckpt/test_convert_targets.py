@@ -508,7 +508,7 @@ def test_a_conversion_that_took_too_long_leaves_nothing(
     source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commit, "GRACE_SECONDS", 0.0)
-    with pytest.raises(OSError, match="the files count as left-overs"):
+    with pytest.raises(OSError, match="its files count as left-overs"):
         convert(source, out / "there")
     assert content(out) == {}
 

@@ -283,7 +283,7 @@ def test_what_is_no_checkpoint_cannot_be_compared(tmp_path):
 def test_tolerances_are_not_negative(tmp_path):
     save(tmp_path / "c", {"w": torch.ones(3)})
     for wrong in ({"rtol": -1.0}, {"atol": float("nan")}):
-        with pytest.raises(ValueError, match="not negative"):
+        with pytest.raises(ValueError, match="cannot be negative"):
             diff(tmp_path / "c", tmp_path / "c", **wrong)
 
 

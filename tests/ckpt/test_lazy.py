@@ -115,8 +115,8 @@ def test_what_is_read_has_memory_of_its_own_and_no_more(shapes: Checkpoint) -> N
         ((0, 0, 0, 0), r"4 indices for shape \(7, 5, 4\)"),
         ((..., ...), "at most one ellipsis"),
         ((..., 0, 0, 0, 0), "indices for shape"),
-        (slice(None, None, -1), "the step of a slice is positive, not -1"),
-        (slice(None, None, 0), "the step of a slice is positive, not 0"),
+        (slice(None, None, -1), "the step of a slice must be positive, not -1"),
+        (slice(None, None, 0), "the step of a slice must be positive, not 0"),
         ([0, 7], r"index 7 is out of range in dimension 0 of \(7, 5, 4\)"),
     ],
 )
@@ -146,7 +146,7 @@ def test_an_index_that_does_not_fit_is_an_error_with_the_numbers(
     ids=str,
 )
 def test_what_torch_takes_and_we_do_not_is_refused(shapes: Checkpoint, index: Any) -> None:
-    with pytest.raises(TypeError, match=r"^0: the indices are integers, slices and"):
+    with pytest.raises(TypeError, match=r"^0: an index is an integer, a slice or"):
         shapes["0"][index]
 
 

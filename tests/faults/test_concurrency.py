@@ -268,7 +268,7 @@ def test_a_save_that_took_longer_than_its_grace_commits_nothing(
     ckpt.save(tmp_path, state(1))
     with monkeypatch.context() as patch:
         patch.setattr(commit, "GRACE_SECONDS", 0.0)
-        with pytest.raises(OSError, match="the files count as left-overs"):
+        with pytest.raises(OSError, match="its files count as left-overs"):
             ckpt.save(tmp_path, state(2), overwrite=True)
     assert holds(tmp_path, 1)
 

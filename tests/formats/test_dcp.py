@@ -333,7 +333,7 @@ def sharded(folder: Path, shape: tuple[int, ...], chunks: list[tuple[Any, Any]])
         ([], "hold 0 of the 16 elements"),
         ([((0, 0), (5, 4))], r"\[0:5, 0:4\] is not inside"),
         ([((0, 0), (1 << 70, 4))], "is not inside"),
-        ([((0,), (4,))], "has not 2 dimensions"),
+        ([((0,), (4,))], "does not have 2 dimensions"),
     ],
 )
 def test_chunks_that_do_not_tile_the_tensor_are_an_error(

@@ -284,7 +284,7 @@ def test_an_inverse_adds_no_tied_names() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "a mapping has at least one [[rule]]"),
+        ("", "a mapping needs at least one [[rule]]"),
         ("rule = 3", "`rule` is 3; it is a list"),
         ("strict = 1\n[[rule]]\nfrom = 'a'\nto = 'b'", "`strict` is 1; it is true or false"),
         ("rules = []", "rules: unknown; the keys are about, strict"),

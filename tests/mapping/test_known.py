@@ -161,7 +161,7 @@ def test_every_mapping_has_both_directions() -> None:
     for name in known_names():
         assert known_mapping(name).rules
     with pytest.raises(
-        ArgumentError, match="'lama' is no mapping and no file; the mappings are gpt2-"
+        ArgumentError, match="'lama' is neither a mapping nor a file; the mappings are gpt2-"
     ):
         known_mapping("lama")
 

@@ -52,5 +52,5 @@ def test_nothing_changes_without_a_new_name() -> None:
 
 def test_a_leaf_cannot_have_the_name_of_a_nest() -> None:
     tree: Tree = {"a": {"w": W}, "b": B}
-    with pytest.raises(ArgumentError, match="a would be a leaf and a nest"):
+    with pytest.raises(ArgumentError, match="a would be both a value and a dict of values"):
         renamed_tree(tree, lambda name, leaf: [("a" if name == "b" else name, leaf)])

@@ -303,7 +303,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(run, saved, tmp_path):
         (["--set", "heads=many"], "'heads=many' is no NAME=N"),
         (["--dtype", "int8"], "cannot be cast to 'int8'"),
         (["--dtype", "float16", "--dtype", "bfloat16"], "--dtype has '*' twice"),
-        (["--map", "nothing"], "'nothing' is no mapping and no file; the mappings are"),
+        (["--map", "nothing"], "'nothing' is neither a mapping nor a file; the mappings are"),
         (["--select", "model", "--model-only"], "not allowed with argument"),
     ],
 )
