@@ -209,8 +209,8 @@ def _check_aliases(aliases: Mapping[str, str], header: Header, file: str) -> Non
     for alias, stored in aliases.items():
         if stored not in header.entries or alias in header.entries:
             raise FormatError(
-                f"{file}: {TIED_KEY} in its metadata ties {alias} to {stored}; the first must not "
-                f"be a tensor of the file and the second must"
+                f"{file}: {TIED_KEY} in its metadata ties {alias} to {stored}; {stored} must be a "
+                f"tensor of the file, and {alias} must not"
             )
 
 
