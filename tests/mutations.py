@@ -580,8 +580,8 @@ MUTATIONS = (
     ),
     Mutation(
         "state dicts: a cast that fails lets the other ranks have their messages",
-        "errors += [] if error is None else [error]",
-        "raise error or AssertionError",
+        "_, error = result_or_error(partial(self._cast, name, into, target))",
+        "self._cast(name, into, target)",
         "ckpt/state_dict",
     ),
     Mutation(
