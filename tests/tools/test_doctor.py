@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from ckpt.checking import doctor
-from ckpt.checking.doctor import ARCHIVES, PERMISSIONS, Outcome, examine, harms_of
+from ckpt.checking.doctor import ARCHIVES, examine, harms_of
+from ckpt.checking.examination import PERMISSIONS, Outcome
 from ckpt.errors import LeftOverWarning
 from tests.selection import thorough
 from tests.stores.fault_proxy import FaultProxy
