@@ -19,6 +19,7 @@ from ckpt.display import amount, natural, printable, size
 from ckpt.errors import NotACheckpointError
 from ckpt.mapping.changes import parameters_in
 from formats.catalog import Catalog
+from formats.detect import DCP_METADATA
 from formats.errors import FormatError
 from formats.native.borrowed import beside
 from formats.native.manifest import MANIFEST
@@ -112,8 +113,10 @@ def run(options: Options) -> int:
         if rows is not None:
             return _print_rows(options, rows)
         with open_source(options.url, told) as source:
-            if source.catalog.format == "ckpt" or not _has_checkpoints(options.url, told):
-                _print_tensors(options, source.catalog)
+            catalog = source.catalog
+            signs = (MANIFEST,) if catalog.weights else (MANIFEST, DCP_METADATA)
+            if catalog.format == "ckpt" or not _has_checkpoints(options.url, told, signs):
+                _print_tensors(options, catalog)
                 return ExitCode.FINE
             rows = list(_checkpoints(options.url, told))
     except (NotACheckpointError, FormatError):
@@ -216,8 +219,13 @@ def _print_tensors(options: Options, catalog: Catalog) -> None:
         print(line)
 
 
-def _has_checkpoints(url: str, told: Mapping[str, object] | None) -> bool:
-    """Whether a place is a folder of checkpoints, in which a converted file may lie too."""
+def _has_checkpoints(
+    url: str, told: Mapping[str, object] | None, signs: Sequence[str] = (MANIFEST, DCP_METADATA)
+) -> bool:
+    """Whether a place is a folder of checkpoints, in which a converted file may lie too.
+
+    `signs` are the files that show one. A folder of a training has DCP's as parts of its own.
+    """
     from ckpt.step_names import step_of
     from ckpt.stores.store import is_file, open_store
 
@@ -225,7 +233,8 @@ def _has_checkpoints(url: str, told: Mapping[str, object] | None) -> bool:
         return False
     with open_store(url, told) as store:
         return any(
-            step_of(name) is not None or MANIFEST in store.entries(name) for name in store.folders()
+            step_of(name) is not None or not set(signs).isdisjoint(store.entries(name))
+            for name in store.folders()
         )
 
 

@@ -128,6 +128,18 @@ def test_the_checkpoints_of_a_run_show_steps_ages_soundness_and_metrics(run, tmp
     assert lines[4].split()[3] == "s"
 
 
+def test_a_file_beside_a_folder_of_dcp_hides_it_no_more_than_one_of_ours(run, saved, tmp_path):
+    folder = tmp_path / "both"
+    for name in ("model.safetensors", "dcp"):
+        to = () if "." in name else ("--to", name)
+        assert run("convert", "-q", saved, folder / name, *to, "--model-only").code == 0
+    rows = run("ls", folder).out.splitlines()[1:]
+    assert [row.split()[:2] for row in rows] == [
+        ["dcp", "dcp"],
+        ["model.safetensors", "safetensors"],
+    ]
+
+
 def test_a_file_that_was_converted_into_the_folder_of_a_run_hides_no_checkpoint(run, tmp_path):
     trained(tmp_path)
     ckpt.convert(tmp_path / "step-30", tmp_path / "model.safetensors")
