@@ -27,7 +27,15 @@ from threading import Barrier
 from typing import Any, NamedTuple, TypeVar
 from warnings import warn
 
-from ckpt.checking.examination import KINDS, PERMISSIONS, Examination, Finding, Outcome, promises_of
+from ckpt.checking.examination import (
+    KINDS,
+    PERMISSIONS,
+    SETTINGS,
+    Examination,
+    Finding,
+    Outcome,
+    promises_of,
+)
 from ckpt.display import count, size
 from ckpt.errors import AccessDeniedError, ExistsError, LeftOverWarning, ReplacedError
 from ckpt.stores.conditional_writes import NO_LIMIT
