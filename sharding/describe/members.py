@@ -322,7 +322,11 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not func.is_view:
             self._unread.check((*args, *kwargs.values()))
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:  # a view of elements that are not in memory
+            self._unread.check((*args, *kwargs.values()))
+            raise
 
 
 def _caller() -> str:

@@ -361,3 +361,25 @@ def test_a_load_hook_that_reads_a_divided_parameter_is_an_error_by_its_name(
     clusters: Callable[[int], Any],
 ) -> None:
     clusters(2).run(read_before_loading)
+
+
+class Transposing(nn.Linear):
+    """Stores its weight in another form."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "turned"] = self.weight.detach().t()
+
+
+def read_by_a_method() -> None:
+    model = FullyShardedDataParallel(nn.Sequential(Transposing(5, 7)))
+    model(torch.ones(2, 5)).sum().backward()  # its weight has no memory afterwards
+    with pytest.raises(
+        ShardingError, match=r"^0\.weight is divided .* _save_to_state_dict .*reads it"
+    ):
+        describe_module(model)
+
+
+def test_a_method_that_makes_a_view_of_a_weight_out_of_memory_is_an_error_by_its_name(
+    clusters: Callable[[int], Any],
+) -> None:
+    clusters(2).run(read_by_a_method)
