@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ckpt.display import count, printable, size
 from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import Option, add_quiet, add_storage_options, mapping
-from tools.text import age, columns, duration, json_text
+from tools.text import age, columns, duration, json_text, versions_kept
 
 if TYPE_CHECKING:
     from ckpt.removing.gc import LeftOver
@@ -85,6 +85,8 @@ def run(options: Options) -> int:
         if rows:
             print(line)
     print(_sum(found, options))
+    if kept := versions_kept(options.url, storage):
+        print(kept)
     return ExitCode.FINE
 
 

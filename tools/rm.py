@@ -20,7 +20,7 @@ from formats.errors import FormatError
 from sharding.errors import ArgumentError, listed
 from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import Option, add_quiet, add_storage_options, mapping
-from tools.text import json_text, keep_of, place
+from tools.text import json_text, keep_of, place, versions_kept
 
 SHOWN_NAMES = 3
 HELP = Help(
@@ -206,6 +206,8 @@ def _thin(url: str, keep: Keep, report: _Report) -> None:
             gone += 1
             report.add("deleted", where, f"{_done(options)} {printable(where)}")
     report.say(f"{printable(url)}: {steps - gone:,} of {count(steps, 'checkpoint')} stay")
+    if gone and not (options.as_json or options.quiet) and (kept := versions_kept(url, storage)):
+        report.say(kept)
 
 
 def _done(options: Options) -> str:

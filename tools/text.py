@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-from ckpt.display import printable
+from ckpt.display import count, printable, size
 from ckpt.run.retention import Keep
 from ckpt.run.schedule import UNITS, seconds_in
 from formats.limits import parse_size
@@ -161,6 +161,19 @@ def duration(text: str) -> float:
     if seconds is None or seconds > LONGEST:
         raise ArgumentTypeError(f"{text!r} is no time; say 30s, 90m, 2h or 3d")
     return seconds
+
+
+def versions_kept(url: str, told: Mapping[str, object] | None) -> str:
+    """Returns a line on the old versions that a bucket keeps of a folder; empty without any."""
+    from ckpt.removing.gc import old_versions
+
+    number, nbytes = old_versions(url, told)
+    if not number:
+        return ""
+    return (
+        f"the bucket keeps {count(number, 'old version')} of files here, {size(nbytes)}, until a "
+        "lifecycle rule of the bucket removes them (NoncurrentVersionExpiration)"
+    )
 
 
 def age(seconds: float) -> str:

@@ -190,6 +190,16 @@ def remove_old(store: Store) -> None:
                 _remove(store, OLD_SECONDS, one)
 
 
+def old_versions(url: str | os.PathLike[str], storage_options: Options = None) -> tuple[int, int]:
+    """Returns the number and the bytes of old versions that a bucket keeps of a folder's files.
+
+    Replaced and deleted files are among them. Zeros for a place without versions.
+    """
+    with open_store(url, storage_options) as store:
+        look: Callable[[], tuple[int, int]] | None = getattr(store, "old_versions", None)
+        return (0, 0) if look is None else look()
+
+
 def is_folder(url: str | os.PathLike[str], storage_options: Options = None) -> bool:
     """Whether a folder exists. In a bucket a folder exists if it holds a file or an upload."""
     path = local_path(url)

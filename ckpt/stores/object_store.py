@@ -276,6 +276,20 @@ class ObjectStore(ConditionalWrites, OverNetwork):
             )
         return 0
 
+    def old_versions(self) -> tuple[int, int]:
+        """Returns the number and the bytes of versions below the folder that are not current.
+
+        Returns zeros where the server has no versions, or does not tell this user.
+        """
+        driver: Any = self._driver
+        look: Callable[[str], tuple[int, int]] | None = getattr(driver, "old_versions", None)
+        if look is None:
+            return 0, 0
+        with suppress(OSError):
+            found: tuple[int, int] = self._try("listing versions", "", lambda: look(self._root))
+            return found
+        return 0, 0
+
     def abort(self, unfinished: Unfinished) -> None:
         """Aborts an incomplete upload, if it exists."""
         self._abort(unfinished.name, unfinished.upload_id, self._policy)

@@ -77,6 +77,8 @@ _REFUSED = {
 """Codes with a remedy of their own."""
 _UNTOLD = (301, 307, 400, 401, 403, 507)
 """The statuses of refusals. The answer to a HEAD has no body that tells the reason."""
+VERSION_PAGES = 10
+"""The most pages of a listing of old versions: each has up to 1,000."""
 _OPERATIONS = {"create": "put", "upload": "put", "complete": "put", "abort": "delete"}
 """The operations of methods by their first words; those of others are the words themselves."""
 _SPAN = re.compile(r"bytes=([0-9]+)-([0-9]+)")
@@ -292,6 +294,26 @@ class S3Driver(Session):
             told = {key: page[after] for key, after in following.items() if page.get(after)}
             if not told:
                 raise OSError("the server has more uploads, and does not tell where they begin")
+
+    def old_versions(self, folder: str) -> tuple[int, int]:
+        """Returns the number of versions below a prefix that are not current, and their bytes.
+
+        Of very many, only those of the first pages count. A bucket without versions has none.
+        """
+        bucket, prefix = self._folder(folder)
+        if not self._call("get_bucket_versioning", Bucket=bucket).get("Status"):
+            return 0, 0
+        following = {"KeyMarker": "NextKeyMarker", "VersionIdMarker": "NextVersionIdMarker"}
+        told: dict[str, Any] = {}
+        found: list[int] = []
+        for _ in range(VERSION_PAGES):
+            page = self._call("list_object_versions", Bucket=bucket, Prefix=prefix, **told)
+            old = (one for one in page.get("Versions", ()) if not one["IsLatest"])
+            found += [int(one["Size"]) for one in old]
+            told = {key: page[after] for key, after in following.items() if page.get(after)}
+            if not page.get("IsTruncated") or not told:
+                break
+        return len(found), sum(found)
 
     def multipart_bytes(self, path: str, upload_id: str) -> int:
         """Returns the bytes of the parts of an upload, one request for a thousand parts."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -414,3 +416,25 @@ def test_a_manifest_that_comes_late_after_its_deletion_is_never_chosen_and_can_b
     assert ckpt.gc(url, storage_options=options) == []
     assert [one.step for one in ckpt.run_steps(url, storage_options=options)] == [4, 3, 1]
     assert ckpt.latest(url, storage_options=options) == f"{url}/step-4"
+
+
+def test_the_commands_tell_of_the_old_versions_that_a_bucket_keeps(
+    moto: Server, tmp_path: Path, capsys: Any
+) -> None:
+    client, bucket = s3_client(moto), "versions"
+    client.create_bucket(Bucket=bucket)
+    enabled = {"Status": "Enabled"}
+    client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration=enabled)
+    place = replace(
+        place_at("moto", tmp_path, lambda name: moto), url=f"s3://{bucket}/{tmp_path.name}"
+    )
+    saved(place, 3)
+    told = [f"{key}={json.dumps(value)}" for key, value in place.options.items()]
+    options = [text for one in told for text in ("-o", one)]
+    assert main(["gc", place.url, *options]) == 0
+    assert "old version" not in capsys.readouterr().out
+    assert main(["rm", place.url, "--keep", "last=1", *options]) == 0
+    said = r"the bucket keeps 4 old versions of files here, [0-9.]+ kB"
+    assert re.search(said, capsys.readouterr().out)
+    assert main(["gc", place.url, *options]) == 0
+    assert re.search(said, capsys.readouterr().out)
