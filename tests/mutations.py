@@ -341,8 +341,8 @@ MUTATIONS = (
     ),
     Mutation(
         "commit: another owner is looked for at the last moment",
-        "        if look is not None:\n            look()\n\n    is_durable = True",
-        "\n    is_durable = True",
+        "is_seen or not has_looked):\n            look(0.0)\n",
+        "is_seen or not has_looked):\n            pass\n",
         "run/owner interleavings/runs",
     ),
     Mutation(
@@ -700,8 +700,8 @@ MUTATIONS = (
     ),
     Mutation(
         "run: a damaged checkpoint takes no place",
-        "    steps = [one for one in steps if not one.is_damaged]\n    newest",
-        "    newest",
+        "newest_steps(one for one in steps if not one.is_damaged)",
+        "newest_steps(steps)",
         "run/retention",
     ),
     Mutation(

@@ -291,5 +291,5 @@ def test_a_checkpoint_without_tensors_is_not_called_sound_alone(
     from tools.verify import Options, run
 
     torch.save({"step": 3}, tmp_path / "a.pt")
-    run(Options([str(tmp_path / "a.pt")], verbose=False, as_json=False))
+    run(Options([str(tmp_path / "a.pt")], verbose=False, quiet=False, as_json=False))
     assert "sound, but it has no tensors" in capsys.readouterr().out
