@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -238,7 +239,9 @@ class Training:
                 group["lr"].fill_(group["lr"].item() * 0.9)
             elif group["lr"] is not None:
                 group["lr"] *= 0.9
-        with warnings.catch_warnings():
+        is_compiled = type(self.optim).__module__.startswith("torchao")  # each step anew
+        eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+        with warnings.catch_warnings(), eager:
             warnings.simplefilter("ignore")
             # LBFGS wants the loss again; a function of nothing leaves the gradients as they are.
             self.optim.step(lambda: 1.0) if _wants_loss(self.optim) else self.optim.step()
