@@ -27,7 +27,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.errors import CkptError, CorruptError, ExistsError, HostileError
+from ckpt.errors import CkptError, CorruptError, ExistsError, HostileError, MisuseError
 from ckpt.stores.store import Store, open_store
 from formats.storage import BESIDE
 
@@ -80,7 +80,7 @@ class StoreContract:
     @pytest.fixture
     def place(self) -> Iterator[StorePlace]:
         """The folder of one test. A subclass gives another one to each test."""
-        raise NotImplementedError("a subclass of StoreContract has a fixture `place`")
+        raise MisuseError("a subclass of StoreContract has a fixture `place`")
 
     @pytest.fixture
     def store(self, place: StorePlace) -> Iterator[Store]:
@@ -366,7 +366,7 @@ class FormatContract:
     @pytest.fixture
     def written(self, tmp_path: Path) -> tuple[Path, Mapping[str, torch.Tensor]]:
         """A checkpoint of the format below `tmp_path`, and all its tensors by their names."""
-        raise NotImplementedError("a subclass of FormatContract has a fixture `written`")
+        raise MisuseError("a subclass of FormatContract has a fixture `written`")
 
     def test_every_tensor_is_read_to_the_bit(
         self, written: tuple[Path, Mapping[str, torch.Tensor]]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -59,9 +60,9 @@ class ConditionalWrites:
     _path: Callable[[str], str]
 
     @property
+    @abstractmethod
     def capabilities(self) -> StoreCapabilities:
         """The guarantees of this store, as far as they are known."""
-        raise NotImplementedError
 
     def _check_absent(self, name: str) -> None:
         if self.exists(name):
