@@ -370,7 +370,7 @@ class LocalStore:
         """Opens a listing of the folder, or of one in it. One that is not there has no entries."""
         with explained_on_disk("listing", self._shown(folder)):
             try:
-                entries = os.scandir(self._folder / folder)
+                entries = os.scandir(self._folder / folder if folder else self._folder)
             except (FileNotFoundError, NotADirectoryError):
                 yield iter(())
                 return
