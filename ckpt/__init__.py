@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from ckpt.run.checkpointer import Checkpointer
     from ckpt.run.history import run_steps
     from ckpt.run.memory_tier import Memory
-    from ckpt.run.retention import Keep, RunStep
+    from ckpt.run.policy import Keep, RunStep
     from ckpt.run.rng import rng
     from ckpt.saving.background import Saved, SaveHandle
     from ckpt.saving.save import prepare, save
@@ -83,8 +83,8 @@ _WHERE = {
     "publish": "ckpt.live.publish",
     "Checkpointer": "ckpt.run.checkpointer",
     "Memory": "ckpt.run.memory_tier",
-    "Keep": "ckpt.run.retention",
-    "RunStep": "ckpt.run.retention",
+    "Keep": "ckpt.run.policy",
+    "RunStep": "ckpt.run.policy",
     "run_steps": "ckpt.run.history",
     "rng": "ckpt.run.rng",
     "PerRank": "ckpt.state.per_rank",

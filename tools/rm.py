@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ckpt.display import count, printable
 from ckpt.errors import CkptError, NotACheckpointError
-from ckpt.run.retention import Keep
+from ckpt.run.policy import Keep
 from ckpt.stores.store import join_url, split_url
 from formats.errors import FormatError
 from sharding.errors import ArgumentError, listed

@@ -17,8 +17,7 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from ckpt.display import count, printable, size
-from ckpt.run.retention import Keep
-from ckpt.run.schedule import UNITS, seconds_in
+from ckpt.run.policy import UNITS, Keep, seconds_in
 from formats.limits import parse_size
 from sharding.errors import without_secrets
 

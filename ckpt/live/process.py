@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.errors import ProtocolError, StoreError, StoreTimeoutError, UnreachableError
 from ckpt.live import runtime
 from ckpt.live.control import ControlServer, close_all, receive_message, send_message
-from ckpt.live.host import Host
+from ckpt.live.host import Host, LiveApp
 from ckpt.live.http_server import EVERY_ADDRESS, HttpServer, listen, most_connections
 from ckpt.live.protocol import (
     LEASE_SECONDS,
@@ -66,7 +66,6 @@ from ckpt.live.protocol import (
     segments_of,
     versions_of,
 )
-from ckpt.live.server import LiveApp
 from ckpt.live.table import Table
 from ckpt.stores.addresses import NAME
 from sharding.errors import ArgumentError, CkptError

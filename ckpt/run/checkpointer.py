@@ -3,7 +3,7 @@
 Rules:
 
 1. All ranks call the same methods at the same steps. They agree on all facts that only one rank
-   knows: its signals, its clock, the end of its last save (`ckpt.run.schedule`).
+   knows: its signals, its clock, the end of its last save (`ckpt.run.policy`).
 2. This class decides at which steps to save, and where; `ckpt.run.saves` does it.
 3. A restore takes the newest sound step of all tiers, the same on all ranks.
 """
@@ -46,9 +46,8 @@ from ckpt.run.history import (
 )
 from ckpt.run.local_tier import LocalOptions, LocalTier, local_options
 from ckpt.run.memory_tier import Memory, MemoryTier
-from ckpt.run.retention import Keep, best_first
+from ckpt.run.policy import Keep, Schedule, best_first, next_exchange
 from ckpt.run.saves import LastGiven, PreemptionSignals, RunSaves, SaveArguments, checked_metadata
-from ckpt.run.schedule import Schedule, next_exchange
 from ckpt.saving.agreement import StoredDtypes
 from ckpt.saving.staging import COPIED, When
 from ckpt.state.patterns import Rename

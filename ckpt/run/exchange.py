@@ -21,9 +21,9 @@ from ckpt.run.history import check_no_foreign_steps, run_steps
 from ckpt.run.local_tier import LocalOptions, LocalTier
 from ckpt.run.memory_tier import Memory, MemoryTier, opened
 from ckpt.run.owner import Ownership
+from ckpt.run.policy import RunStep, newest_steps
 from ckpt.run.provenance import host_name, machine, provenance
 from ckpt.run.removal import set_pin
-from ckpt.run.retention import RunStep, newest_steps
 from ckpt.step_names import folder_name
 from ckpt.stores.store import Options, join_url, open_store
 from formats.detect import folder_format

@@ -25,7 +25,7 @@ from warnings import warn
 
 from ckpt.errors import ExistsError, UnreadableWarning
 from ckpt.loading.newest import BEGAN, ORDER, Committed, looked_into
-from ckpt.run.retention import RunStep, newest_steps
+from ckpt.run.policy import RunStep, newest_steps
 from ckpt.step_names import pins_in, step_of
 from ckpt.stores.store import Options, open_store
 from ckpt.transfer.facts import Checkpoints, Listing

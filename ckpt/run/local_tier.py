@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from ckpt.errors import CkptError
 from ckpt.loading.newest import BEGAN, ORDER, committed
 from ckpt.removing.gc import remove_marked
-from ckpt.run.retention import Keep
+from ckpt.run.policy import Keep
 from ckpt.step_names import folder_name, step_of
 from ckpt.stores.store import join_url, local_path, one_spelling
 from sharding.errors import ArgumentError, without_secrets

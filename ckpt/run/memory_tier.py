@@ -46,7 +46,7 @@ from ckpt.live.publish import LiveState
 from ckpt.loading.newest import BEGAN, ORDER, order_of, seconds_of
 from ckpt.run.failures import Failures
 from ckpt.run.history import STEP
-from ckpt.run.retention import RunStep
+from ckpt.run.policy import RunStep
 from ckpt.step_names import folder_name
 from ckpt.stores.addresses import LiveUrl
 from sharding.agreement.ranks import Ranks

@@ -25,7 +25,7 @@ from ckpt.errors import CkptError, InUseError, NotACheckpointError, NotOwnerErro
 from ckpt.removing.delete import delete_step
 from ckpt.run.history import listed_steps
 from ckpt.run.owner import FRESH_SECONDS, Ownership
-from ckpt.run.retention import Keep, RunStep, removable
+from ckpt.run.policy import Keep, RunStep, removable
 from ckpt.step_names import folder_name, pin_file
 from ckpt.stores.store import Options, Store, join_url, local_path, open_store
 from ckpt.transfer.bases import base_files, borrowers_among, borrowing, check_readable

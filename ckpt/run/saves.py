@@ -46,9 +46,8 @@ from ckpt.run.failures import Failures
 from ckpt.run.history import METRICS, PROVENANCE, STEP, RunCounter
 from ckpt.run.local_tier import HOSTS, LocalTier
 from ckpt.run.owner import Ownership
+from ckpt.run.policy import Keep, check_seconds
 from ckpt.run.removal import Tidying
-from ckpt.run.retention import Keep
-from ckpt.run.schedule import check_seconds
 from ckpt.saving.agreement import SaveOptions, StoredDtypes
 from ckpt.saving.background import SaveHandle
 from ckpt.saving.save import save_with

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharding.layout import Box, Layout, Mesh, Replicate, Shape, Shard
-from tools.page.described import divided
+from tools.page.page import divided
 
 LayoutsOf = Callable[[Shape], st.SearchStrategy[Layout]]
 SCRIPT = Path(__file__).parents[2] / "tools" / "page" / "layout.js"

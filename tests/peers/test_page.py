@@ -14,8 +14,7 @@ from formats.catalog import Catalog, FileRecord, TensorRecord, TensorRef
 from formats.dtypes import dtype_named
 from sharding.layout import Layout, Mesh, Shard, Split
 from tools.main import main
-from tools.page.described import described
-from tools.page.html_page import write_page
+from tools.page.page import described, write_page
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="no playwright here: make test-peers installs it"

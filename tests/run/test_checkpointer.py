@@ -679,7 +679,8 @@ def test_a_signal_that_the_loop_does_not_ask_about_ends_all_ranks_after_its_save
 UNASKED = """
 import os, signal, sys, warnings
 import ckpt, torch
-from ckpt.run import saves, schedule
+from ckpt.run import policy as schedule
+from ckpt.run import saves
 saves.SAME_SECONDS = 0
 schedule.EXCHANGE_SECONDS = 0  # each step looks for signals, also on a busy machine
 folder, before, again = sys.argv[1:]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckpt import Keep, RunStep
 from ckpt.loading.newest import Age, newest_first
-from ckpt.run.retention import best_first, newest_steps, removable
+from ckpt.run.policy import best_first, newest_steps, removable
 
 NOW = 1_000.0
 

@@ -16,8 +16,7 @@ from formats.dtypes import dtype_named
 from sharding.layout import Layout, Mesh, Shard
 from tests.formats.test_matrix import SOURCES, tensors
 from tools.exit_codes import ExitCode
-from tools.page.described import described
-from tools.page.html_page import page
+from tools.page.page import described, page
 
 
 class Reading(HTMLParser):
