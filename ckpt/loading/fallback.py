@@ -39,6 +39,7 @@ from ckpt.loading.newest import UNREADABLE, committed
 from ckpt.stores.addresses import is_live, is_one_version
 from ckpt.stores.replacement_guard import TRIES
 from ckpt.stores.store import WEB, Options, absolute, is_file, join_url, split_url
+from ckpt.transfer.record_sums import ChangedOnTheWayError
 from formats.errors import (
     CorruptError,
     FormatError,
@@ -57,7 +58,7 @@ Url = str | os.PathLike[str]
 DAMAGE = {
     kind.__name__: kind.kind
     for kind in (
-        *(CorruptError, DamagedLoadError, GoneError, SizeError),
+        *(CorruptError, ChangedOnTheWayError, DamagedLoadError, GoneError, SizeError),
         *(FormatError, HostileError, TooLargeError, NotACheckpointError),
     )
 }
