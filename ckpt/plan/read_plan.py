@@ -159,9 +159,9 @@ def requests_for(
                 found += copy.numel
                 requests.append(ReadRequest(name, itemsize, copy, extent, target))
         if found != copies.numel(wanted):
+            count = f"only {found}" if found < wanted.box.numel else f"{found} in the place"
             raise HoleError(
-                f"{name}: only {found} of the {wanted.box.numel} elements of {wanted.box} are in "
-                "the "
+                f"{name}: {count} of the {wanted.box.numel} elements of {wanted.box} are in the "
                 "checkpoint"
             )
     return requests

@@ -342,8 +342,7 @@ class _Flattener:
         if len(name) > self._name_chars:
             raise StateError(
                 f"{shown(path[:8])}: the name has {len(name)} characters, and at most "
-                f"{self._name_chars} can be "
-                "read back; use shorter keys"
+                f"{self._name_chars} can be read back; use shorter keys"
             )
         other = paths.setdefault(name, path)
         if other is not path and other != path:

@@ -230,6 +230,7 @@ def test_another_architecture_is_named_with_all_that_differs(
     )
 
 
+@pytest.mark.thorough
 def test_a_parameter_that_the_saved_optimizer_did_not_have_is_named(
     clusters: Callable[[int], Any], sound: Path
 ) -> None:

@@ -235,6 +235,7 @@ def test_an_upload_to_a_folder_that_does_not_exist_yet_is_found(moto: Server) ->
         client.abort_multipart_upload(Bucket=moto.bucket, Key=one["Key"], UploadId=one["UploadId"])
 
 
+@pytest.mark.thorough
 def test_to_list_many_left_overs_takes_no_request_for_each(moto: Server) -> None:
     with FaultProxy(moto, no_faults) as proxy:
         url, options = proxy.server.url("test_collecting/many"), dict(proxy.server.options)

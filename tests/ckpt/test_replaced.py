@@ -82,6 +82,7 @@ def latest(url: str) -> Any:
     return ckpt.read(url)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reader", [load, load_or_older, ckpt.read, verify, latest])
 def test_who_reads_while_it_is_replaced_gets_what_replaced_it(
     run: str, monkeypatch: pytest.MonkeyPatch, reader: Callable[[str], Any]

@@ -111,6 +111,7 @@ def open_below(store: LocalStore) -> int:
     return count
 
 
+@pytest.mark.thorough
 def test_the_number_of_open_files_is_bounded_and_none_leak(local: LocalStore) -> None:
     files, threads = 200, 4
     for i in range(files):

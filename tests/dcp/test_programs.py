@@ -85,6 +85,7 @@ def test_saves_in_the_background_are_of_the_state_at_their_calls(
     assert not ckpt.verify(tmp_path / "ckpt" / "2").problems
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["load_a_part", "load_more_than_there_is", "miss_a_name"])
 def test_loads_of_fewer_and_of_other_names_do_the_same(
     clusters: Callable[[int], Any], tmp_path: Path, name: str

@@ -67,6 +67,7 @@ def load_with_ckpt(folder: str) -> Any:
     return arrays(whole(AppState(model, optimizer).state_dict()))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loading", [1, 3])
 def test_what_torch_saves_by_our_writer_is_read_at_another_world_size(
     clusters: Callable[[int], Any], tmp_path: Path, loading: int

@@ -144,6 +144,7 @@ EVERY_ORDER = [
 """Two actors on a store: the orders of their calls that make a difference are few enough."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "store"), EVERY_ORDER)
 def test_every_order_of_two_actors_keeps_each_promise(
     name: str, store: Store, threads: Threads

@@ -84,6 +84,7 @@ def test_windows_cover_a_tensor_once_and_an_exchange_within_them_is_the_exchange
     check()
 
 
+@pytest.mark.thorough
 def test_everyone_with_a_box_is_whoever_has_a_piece_in_it(
     shapes: st.SearchStrategy[Shape], layouts_of: LayoutsOf
 ) -> None:

@@ -377,6 +377,7 @@ def test_a_server_ignores_signals_to_the_job(hosts: Hosts) -> None:
     assert os.getsid(server.pid) == server.pid
 
 
+@pytest.mark.thorough
 def test_a_server_outlives_the_process_that_started_it_by_one_lease_also_if_a_reader_renews(
     hosts: Hosts, runtime: Path
 ) -> None:

@@ -239,6 +239,7 @@ def compared(
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("jobs", JOBS)
 def test_every_module_comes_back_in_every_form_on_other_ranks(
     jobs: tuple[tuple[int, str], tuple[int, str]],
@@ -249,6 +250,7 @@ def test_every_module_comes_back_in_every_form_on_other_ranks(
     assert not faults(compared(clusters, str(tmp_path), jobs[0], [jobs[1]], names))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("jobs", [job for job in JOBS if {job[0][1], job[1][1]} <= set(TRAINED)])
 def test_every_optimizer_comes_back_in_every_form_on_other_ranks(
     jobs: tuple[tuple[int, str], tuple[int, str]],

@@ -180,6 +180,7 @@ def failing(folder: str) -> tuple[int, list[str], int | None]:
     return failures, texts, restored(folder)[0]
 
 
+@pytest.mark.thorough
 def test_a_host_whose_disk_fails_costs_one_local_step_on_all(
     clusters: Callable[[int], Any], tmp_path: Path
 ) -> None:

@@ -268,6 +268,7 @@ def on_disk(program: Any) -> None:
         check(f"{folder}/run", {}, program)
 
 
+@pytest.mark.thorough
 @QUICK
 @given(programs)
 def test_what_must_stay_stays_and_what_need_not_goes(program: Any) -> None:

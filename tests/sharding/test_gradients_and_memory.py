@@ -167,6 +167,7 @@ def memory_of_both_strategies() -> None:
                 memory_over_a_step(api, strategy, use_orig_params)
 
 
+@pytest.mark.thorough
 def test_m_11_full_shard_frees_after_forward_what_shard_grad_op_keeps_for_backward(
     clusters: Callable,
 ) -> None:

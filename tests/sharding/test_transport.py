@@ -287,6 +287,7 @@ def threads() -> None:
         as_threads(world_size, partial(trained_as_a_thread, built))
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(
     torch.__version__.startswith("2.11."),
     reason="the threaded process group of torch 2.11 fails at its end: its world lacks `comms`",

@@ -165,6 +165,7 @@ def test_a_commit_whose_answer_is_lost_is_known_for_ones_own(
     assert "overwrite=True" in again.error
 
 
+@pytest.mark.thorough
 def test_a_late_request_of_an_earlier_save_does_not_touch_a_later_checkpoint(
     place: Place, proxy: FaultProxy
 ) -> None:

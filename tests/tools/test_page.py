@@ -146,6 +146,7 @@ def test_the_page_runs_its_own_scripts_alone(run, saved, tmp_path):
     assert "http:" not in re.sub(r"http://www\.w3\.org/2000/svg", "", text)
 
 
+@pytest.mark.thorough
 def test_the_page_of_1024_ranks_has_each_layout_once():
     mesh, kind = Mesh.grid(("dp",), (1024,)), dtype_named("BF16", "w")
     tensors = {
