@@ -139,6 +139,20 @@ def _of_fields(head: bytes, name: str) -> Kind | None:
     return None
 
 
+WRITTEN = {
+    ".safetensors": "safetensors",
+    **dict.fromkeys((".pt", ".pth", ".bin"), "torch"),
+    ".gguf": "gguf",
+    ".npz": "npz",
+}
+"""The endings of files that are written, with their formats."""
+
+OF_WEIGHTS = (*WRITTEN, ".ckpt", ".pkl")
+"""The endings of files of weights that are read."""
+
+SHARD = re.compile(r"([0-9a-f]{16})-([0-9]{5,})\.safetensors")
+"""The name of a native shard file: the attempt, and the rank."""
+
 ENDINGS = {
     **dict.fromkeys((".h5", ".hdf5", ".keras"), "HDF5 of Keras"),
     **dict.fromkeys((".msgpack", ".flax"), "msgpack of flax"),

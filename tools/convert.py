@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast, get_args
 
 from ckpt.arguments import DtypeName, FormatName, KindName
 from ckpt.display import count, printable, size
+from formats.detect import WRITTEN
 from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import (
     MappingOption,
@@ -105,8 +106,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add(
         "--to",
         choices=get_args(FormatName),
-        help="the format to write; without it that of DST's ending (.safetensors, .pt, .pth, .bin, "
-        ".gguf, .npz), or without an ending a folder of ckpt's own",
+        help=f"the format to write; without it that of DST's ending ({', '.join(WRITTEN)}), or "
+        "without an ending a folder of ckpt's own",
     )
     parts = parser.add_mutually_exclusive_group()
     parts.add_argument(

@@ -19,7 +19,7 @@ from ckpt.display import amount, natural, printable, size
 from ckpt.errors import NotACheckpointError
 from ckpt.mapping.changes import parameters_in
 from formats.catalog import Catalog
-from formats.detect import DCP_METADATA
+from formats.detect import DCP_METADATA, OF_WEIGHTS, SHARD
 from formats.errors import FormatError
 from formats.native.borrowed import beside
 from formats.native.manifest import MANIFEST
@@ -42,9 +42,7 @@ tensors in a checkpoint. Of a run it shows steps, ages and metrics. No tensor is
     ),
     codes=OF_A_READER,
 )
-FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".gguf", ".npz")
-"""Endings of files that may be checkpoints of their own."""
-_SHARD = re.compile(r"\.?[0-9a-f]{16}-[0-9]{5,}\.safetensors(\..+\.part)?")
+_SHARD = re.compile(rf"\.?{SHARD.pattern}(\..+\.part)?")
 """The name of a native shard file, also of an unfinished one."""
 
 
@@ -249,7 +247,7 @@ def _checkpoints(url: str, told: Mapping[str, object] | None) -> Iterator[Row]:
         files = [
             name
             for name in store.names()
-            if name.endswith(FILE_SUFFIXES) and not _SHARD.fullmatch(name)
+            if name.endswith(OF_WEIGHTS) and not _SHARD.fullmatch(name)
         ]
         names = sorted([*files, *store.folders()], key=natural)
         pins = pins_in(store.names())
@@ -276,7 +274,7 @@ def _listed_at_once(url: str, told: Mapping[str, object] | None) -> list[Row] | 
         found = checkpoints_in(store)
     if found.files is None or not found.facts or MANIFEST in found.files[""]:
         return None
-    own = [name for name in found.files[""] if name.endswith(FILE_SUFFIXES)]
+    own = [name for name in found.files[""] if name.endswith(OF_WEIGHTS)]
     names = {*filter(None, (path.partition("/")[0] for path in found.files))}
     names.update(name for name in own if not _SHARD.fullmatch(name))
     pins, alike, rows = pins_in(found.files[""]), dict[str, Row](), list[Row | None]()

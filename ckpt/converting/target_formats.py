@@ -35,7 +35,7 @@ from formats.catalog import (
     plain_names,
 )
 from formats.dcp.nest import lost
-from formats.detect import ENDINGS
+from formats.detect import ENDINGS, WRITTEN
 from formats.errors import FormatError, UnsupportedError
 from formats.safetensors.file import is_carried
 from sharding.errors import ArgumentError, listed, without_secrets
@@ -75,11 +75,9 @@ def format_of(target: str, to: str | None) -> Format:
         except ValueError:
             known = ", ".join(f.value for f in Format)
             raise ArgumentError(f"cannot write {to!r}; known formats are {known}") from None
-    name = target.lower()
-    if name.endswith((".pt", ".pth", ".bin")):
-        return Format.TORCH
-    if name.endswith((".safetensors", ".gguf", ".npz")):
-        return Format(name.rpartition(".")[2])
+    ending = os.path.splitext(target.rstrip("/"))[1].lower()
+    if ending in WRITTEN:
+        return Format(WRITTEN[ending])
     _check_ending(target)
     return Format.CKPT
 
@@ -97,7 +95,7 @@ def _check_ending(target: str) -> None:
     what = "no format that is known" if known is None else f"{known}, and no such file is written"
     raise ArgumentError(
         f"{without_secrets(target)} ends with {ending}, which is {what}; end it with "
-        ".safetensors, .pt, .gguf or .npz, or name the folder's format (to='ckpt')"
+        f"{', '.join(WRITTEN)}, or name the folder's format (to='ckpt')"
     )
 
 

@@ -48,7 +48,7 @@ from ckpt.stores.store import (
 )
 from ckpt.transfer.bases import base_files_beside, check_unused
 from ckpt.transfer.commit import check_no_link, check_no_other
-from formats.detect import DCP_METADATA, is_shard
+from formats.detect import DCP_METADATA, OF_WEIGHTS, is_shard
 from formats.errors import FormatError
 from formats.native.manifest import MANIFEST, load, read_manifest
 from formats.storage import FileWriter, Writer
@@ -56,7 +56,7 @@ from sharding.errors import listed
 
 SHOWN_NAMES = 5
 _WEIGHTS = re.compile(
-    r"(.+?)(-[0-9]{5,}-of-[0-9]{5,})?(\.safetensors|\.pt|\.pth|\.bin|\.ckpt|\.pkl|\.gguf|\.npz)(\.index\.json)?",
+    rf"(.+?)(-[0-9]{{5,}}-of-[0-9]{{5,}})?({'|'.join(map(re.escape, OF_WEIGHTS))})(\.index\.json)?",
     re.DOTALL,
 )
 """The names of files of weights: a whole file, one of several shards, or their index."""

@@ -30,7 +30,7 @@ from ckpt.errors import NotACheckpointError
 from ckpt.mapping.casts import FLOATS, Casts
 from ckpt.stores.store import Options, open_store, split_url
 from formats.catalog import Catalog, FilePlan
-from formats.detect import ENDINGS
+from formats.detect import ENDINGS, OF_WEIGHTS
 from formats.dtypes import DType
 from formats.limits import check, current
 from formats.storage import Reader
@@ -46,8 +46,8 @@ FOLDER_FILES = 200
 FOLDER_DEPTH = 3
 
 WEIGHTS = (
-    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".gguf", ".ggml", ".npz"),
-    *(".onnx_data", ".onnx.data", ".data", ".meta", ".distcp", ".params", ".ot", ".llamafile"),
+    *(*OF_WEIGHTS, ".pickle", ".ggml", ".onnx_data", ".onnx.data", ".data", ".meta", ".params"),
+    *(".ot", ".llamafile"),
     *(".index.json", *ENDINGS.keys() - {".json"}),
 )
 """The endings of weights of any format, of their indexes, and of archives."""

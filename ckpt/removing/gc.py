@@ -44,6 +44,8 @@ from ckpt.stores.store import (
 from ckpt.transfer.bases import BaseFiles, base_files, base_files_beside
 from ckpt.transfer.commit import GRACE_SECONDS
 from ckpt.transfer.facts import Facts, checkpoints_in, concerns_one_file
+from formats.detect import SHARD as SHARD_NAME
+from formats.detect import WRITTEN
 from formats.errors import FormatError
 from formats.limits import current
 from formats.native.manifest import MANIFEST, load, read_manifest
@@ -66,10 +68,9 @@ PART: LeftOverKind = "part"
 UPLOAD: LeftOverKind = "upload"
 FOLDER: LeftOverKind = "folder"
 BARE: LeftOverKind = "manifest"
-_SHARD = re.compile(r"[0-9a-f]{16}-[0-9]{5,}\.safetensors")
 _WRITTEN = re.compile(
-    r"manifest\.json|owner-[0-9]+\.json|.+\.(safetensors|safetensors\.index\.json|pt|pth|bin|gguf|npz)"
-    r"|\.metadata|__[0-9]+_[0-9]+\.distcp",
+    rf"manifest\.json|owner-[0-9]+\.json|.+({'|'.join(map(re.escape, WRITTEN))})"
+    r"|.+\.safetensors\.index\.json|\.metadata|__[0-9]+_[0-9]+\.distcp",
     re.DOTALL,
 )
 """The files that saves and conversions write under names of their own choice."""
@@ -296,7 +297,7 @@ class _Listing:
         """Whether a folder surely has no left-over: a checkpoint with all and only its files."""
         facts, files = self.facts.get(folder), self.files.get(folder, {})
         own = None if facts is None else facts.files_among(files)
-        shards = {name for name in files if _SHARD.fullmatch(name)}
+        shards = {name for name in files if SHARD_NAME.fullmatch(name)}
         return own is not None and shards == {*own} and not self.begun_in(folder)
 
 
@@ -350,7 +351,7 @@ def _left_overs(store: Store, place: str, places: Sequence[str], age: float) -> 
             name, kind = (begun.upload_id, PART) if is_file else (begun.name, UPLOAD)
             old = moment - begun.started
             yield LeftOver(place, name, kind, store.unfinished_bytes(begun), old, old >= age)
-    shards = [name for name in sizes if _SHARD.fullmatch(name)]
+    shards = [name for name in sizes if SHARD_NAME.fullmatch(name)]
     # A late request brings a manifest back to a bucket only: a disk may be a copy that goes on.
     may_be_bare = not shards and MANIFEST in sizes and local_path(store.url) is None
     named = _named(store) if shards or may_be_bare else set()

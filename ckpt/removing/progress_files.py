@@ -24,6 +24,7 @@ from typing import Literal
 from ckpt.display import natural
 from ckpt.stores.driver import Unfinished
 from ckpt.stores.store import Options, Store, absolute, join_url, local_path, open_store, split_url
+from formats.detect import SHARD
 from formats.errors import FormatError
 from formats.limits import current
 from formats.native.manifest import MANIFEST
@@ -35,7 +36,6 @@ request. An upload in parts is seen in any folder of S3."""
 END_BYTES = 1 << 16
 """The most bytes of a header that are read: its last entry tells where the file ends."""
 Phase = Literal["writing", "flushing", "written", "uploading"]
-_SHARD = re.compile(r"([0-9a-f]{16})-([0-9]{5,})\.safetensors")
 _SMALL = re.compile(r"manifest\.json|owner-[0-9]+\.json")
 """The manifest, and the file of a run's owner."""
 _OFFSETS = re.compile(rb'"data_offsets":\[\d{1,18},(\d{1,18})\]')
@@ -126,12 +126,12 @@ class Watch:
         """Yields the attempts in the folder of a checkpoint without a manifest that names them."""
         files: dict[str, dict[int, FileUnderWay]] = {}
         for one in begun:
-            if matched := _SHARD.fullmatch(one.name):
+            if matched := SHARD.fullmatch(one.name):
                 rank = int(matched[2])
                 files.setdefault(matched[1], {})[rank] = self._part(url, store, one, rank)
         sizes = store.sizes()
         for file_name, size in sizes.items():
-            matched = _SHARD.fullmatch(file_name)
+            matched = SHARD.fullmatch(file_name)
             if matched and (matched[1] in files or MANIFEST not in sizes):
                 rank = int(matched[2])
                 files.setdefault(matched[1], {})[rank] = _complete(store, file_name, size, rank)
@@ -146,7 +146,7 @@ class Watch:
     ) -> Iterator[UnderWay]:
         """Yields conversions to other formats in a folder; only to the target `wanted` if given."""
         for one in begun:
-            is_native = _SHARD.fullmatch(one.name) or _SMALL.fullmatch(one.name)
+            is_native = SHARD.fullmatch(one.name) or _SMALL.fullmatch(one.name)
             if not is_native and wanted in (None, one.name):
                 file = self._part(url, store, one, None)
                 yield UnderWay(one.name, "", (file,), is_committing=False)

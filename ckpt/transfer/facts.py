@@ -18,7 +18,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import re
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import xxhash
 
 from ckpt.stores.store import Store, split_url
+from formats.detect import SHARD
 from formats.errors import CorruptError, FormatError, UnsupportedError
 from formats.limits import current
 from formats.native.manifest import (
@@ -62,7 +62,6 @@ REMEMBERED = 16
 """The most folders whose facts this process remembers."""
 SHARED_CHARS = 24
 """Longer texts stand once in an index, however many checkpoints have them."""
-_SHARD = re.compile(r"([0-9a-f]{16})-[0-9]{5,}\.safetensors")
 _OWN_REASONS = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EIO)
 """The errors of a disk that may concern one file alone."""
 
@@ -107,7 +106,7 @@ class Facts:
         found: Counter[str] = Counter()
         files = []
         for name in names:
-            matched = _SHARD.fullmatch(name)
+            matched = SHARD.fullmatch(name)
             if matched is not None and matched[1] in self.shards:
                 found[matched[1]] += 1
                 files.append(name)
@@ -163,7 +162,7 @@ class Checkpoints:
         own = self.facts[name].shards if name in self.facts else None
         if self.files is None or not own:
             return False
-        found = (_SHARD.fullmatch(file) for file in self.files.get(name, ()))
+        found = (SHARD.fullmatch(file) for file in self.files.get(name, ()))
         return not any(one is not None and one[1] in own for one in found)
 
     def names(self) -> list[str] | None:
@@ -338,7 +337,7 @@ def _is_table(rows: object) -> bool:
 
 def _shards(names: Iterable[str]) -> dict[str, int] | None:
     """Returns the number of files by attempt; None with files of other names."""
-    matched = [_SHARD.fullmatch(name) for name in names]
+    matched = [SHARD.fullmatch(name) for name in names]
     return (
         dict(Counter(one[1] if one is not None else "" for one in matched))
         if all(matched)
