@@ -1,4 +1,4 @@
-"""One connection of a server: bytes in and out of a non-blocking socket, each with a time-out.
+"""The connections of a server: bytes of non-blocking sockets with time-outs, and their number.
 
 Rules:
 
@@ -11,9 +11,8 @@ Rules:
 
 The event loop's own transports hide the progress of a `sendfile`, and so a reader that stalls.
 
-The connections of a listening socket: each has a task, and their number has a bound.
-
-Rules:
+[Note: the number of connections]
+Each connection has a task, and their number has a bound:
 
 1. A connection is silent from its start until a request has come, and between two requests.
    If there are too many connections, or no descriptors, the one that is silent for longest makes

@@ -1,8 +1,10 @@
-"""Finds entries that the saved state of a parameter lacks, by the states of similar parameters.
+"""Matches entries of optimizers' states: lacking ones, those of flat parameters, quantised ones.
 
-A parameter without any state may never have been stepped. A parameter with state that lacks one
-entry is different: training would start this entry from zero, silently for a flat parameter and
-with a KeyError elsewhere. Each optimizer chooses its own entries, so the rule is narrow:
+[Note: lacking entries]
+Entries that the state lacks are found by the states of similar parameters. A parameter without any
+state may never have been stepped. A parameter with state that lacks one entry is different:
+training would start this entry from zero, silently for a flat parameter and with a KeyError
+elsewhere. Each optimizer chooses its own entries, so the rule is narrow:
 
 1. Two parameters are similar if they are in the same group and have equally many dimensions.
 2. An entry is lacking if the state of a similar parameter has all entries of this state and this
@@ -11,9 +13,9 @@ with a KeyError elsewhere. Each optimizer chooses its own entries, so the rule i
 Adafactor and 8-bit optimizers keep different entries for different parameters. Neither breaks the
 rule.
 
-Matches the state of a flat parameter: one tensor holds slices of several saved tensors.
-
-A flat parameter is a part of one parameter, or of several end to end. Each has a name.
+[Note: flat parameters]
+One tensor holds slices of several saved tensors. A flat parameter is a part of one parameter, or of
+several end to end. Each has a name.
 
 Rules:
 
@@ -23,8 +25,8 @@ Rules:
    The load reads and compares numbers stored as tensors before it changes the target.
 3. Any other entry cannot be divided and is a difference.
 
-Matches saved quantised state of a parameter that is divided among ranks
-(`ckpt.state.subclass_state`).
+[Note: quantised state]
+The parameter may be divided among ranks (`ckpt.state.subclass_state`).
 
 Rules:
 

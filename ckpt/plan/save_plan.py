@@ -16,9 +16,8 @@ Rules:
 4. The functions do not communicate. `stored_layouts` does not depend on the rank, and its work
    does not grow with the number of ranks.
 
-The division of a save's writes if each host has a folder of its own: a pure function.
-
-Rules:
+[Note: folders of hosts]
+If each host has a folder of its own, other rules hold:
 
 1. A tensor that all ranks hold whole is stored on each host; the host's ranks share the work.
 2. A rank's part of a sharded tensor is stored on the rank's host: once, if several ranks of the

@@ -1,4 +1,4 @@
-"""The saves of a run, to its folder and to the folders of its hosts: one at a time.
+"""The saves of a run, one at a time, to its folder and its hosts' folders; and its signals.
 
 Rules:
 
@@ -10,17 +10,17 @@ Rules:
 3. A save that fails is counted, and gives a warning; the next step saves again. Errors for wrong
    arguments and for states that cannot be stored are raised: another try would not help.
 
-Notes signals that announce the end of a job; the run reacts to them at a step.
-
-A handler only notes the signal: Python runs the handler between two instructions of the main
-thread, where no rank may communicate. Rules:
+[Note: signals]
+A signal announces the end of a job, and the run reacts to it at a step. A handler only notes the
+signal: Python runs the handler between two instructions of the main thread, where no rank may
+communicate. Rules:
 
 1. The previous handler is called as well, unless it is Python's or the system's own, which would
    end the process before the state is saved.
 2. `end` lets Python's or the system's own handler have the signal after all: a loop that never asks
    about the signal ends by it, once its step is saved.
-3. The same signal again ends the process at once. A scheduler and torchrun may each send one
-   to the ranks for one event, so signals within `SAME_SECONDS` are the same.
+3. The same signal again ends the process at once. A scheduler and torchrun may each send one to the
+   ranks for one event, so signals within `SAME_SECONDS` are the same.
 4. A forked child has the handlers of before: a worker has no step at which it could react, and its
    parent may wait for its end.
 """

@@ -6,9 +6,8 @@ Rules:
 2. The merge is pure, and equal on all ranks. Its work grows with the number of different
    descriptions, not with the number of ranks.
 
-Merges the nests of several ranks into one.
-
-Rules:
+[Note: nests]
+The nests of several ranks become one:
 
 1. A *node* is a dict, a tensor, or a list or tuple that contains a node. Anything else is a plain
    value: a number, or a list of numbers.

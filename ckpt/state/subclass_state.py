@@ -13,9 +13,8 @@ Rules:
 3. Otherwise it is stored as a plain tensor of the values that its codes stand for: a rank whose
    part cuts a block has plain state already. The same holds in a flat parameter.
 
-The blocks of quantised optimizer state, and the parts of them that ranks hold.
-
-Rules:
+[Note: blocks]
+Quantised state has blocks, of which ranks hold parts:
 
 1. A class stores blocks if it has a `block_size`, and inner tensors `codes` and `scale` that follow
    the row-major elements: `scale` has an entry for each block, and each entry of `codes` has the

@@ -1,4 +1,4 @@
-"""Uploads a file to an object store in parts, several at a time, from a few buffers.
+"""Uploads a file to an object store: in parts, several at a time, or as one stream.
 
 Rules:
 
@@ -12,9 +12,8 @@ Rules:
 5. Any exception ends the upload. No further part is sent, and the sent ones are deleted. A killed
    process leaves them (`Store.unfinished`).
 
-Writes a file by the stream of a driver that has no uploads in parts.
-
-Rules:
+[Note: streams]
+A driver without uploads in parts has a stream:
 
 1. No request is sent again: the bytes that a stream has sent are gone.
 2. A rewritable file is first written to a temporary local file, and then sent as a whole.

@@ -1,16 +1,4 @@
-"""Leaves out chunks that the target has already, by their checksums.
-
-A live state of which little has changed since the last load need not travel whole. The bytes in
-the target's memory are hashed, and a chunk with the checksum of the table is not read.
-
-Rules:
-
-1. Only whole, uncompressed chunks count that would be read directly into the target: its elements
-   are contiguous there and have the stored dtype.
-2. A hash costs less than a transfer, but not nothing. `Unchanged.PROBE` hashes the rest of a range
-   only while at most `MISSES` of its chunks have changed.
-
-Reads byte ranges of files, verifies and places them. The only code that reads tensors.
+"""Reads byte ranges of files, verifies and places them. The only code that reads tensors.
 
 `ckpt.plan.read_plan` decides the ranges of files and their places in targets. This module reads
 neighbouring ranges in one call, verifies checksums while the bytes are in the processor's cache,
@@ -19,13 +7,25 @@ and copies bytes from scratch memory that could not be read directly into their 
 Rules:
 
 1. A chunk is verified before its bytes are used, or by another rank that reads the same memory
-   (`ckpt.plan.load_plan`). A record with one checksum for all its bytes
-   is verified when its last byte is read (`ckpt.transfer.record_sums`).
+   (`ckpt.plan.load_plan`). A record with one checksum for all its bytes is verified when its last
+   byte is read (`ckpt.transfer.record_sums`).
 2. Files are read in ascending order. A local file is read in parts that stay in the cache until
    they are verified. A server takes time to answer, so its files are read in large parts.
 3. Memory beyond the targets is at most `workers` times a scratch buffer, or one chunk, plus its
    decoded bytes.
 4. There are several threads only if each has a processor to itself, or waits for a server.
+
+[Note: unchanged chunks]
+Chunks that the target has already are left out, by their checksums: a live state of which little
+has changed since the last load need not travel whole. The bytes in
+the target's memory are hashed, and a chunk with the checksum of the table is not read.
+
+Rules:
+
+1. Only whole, uncompressed chunks count that would be read directly into the target: its elements
+   are contiguous there and have the stored dtype.
+2. A hash costs less than a transfer, but not nothing. `Unchanged.PROBE` hashes the rest of a range
+   only while at most `MISSES` of its chunks have changed.
 """
 
 from __future__ import annotations

@@ -11,9 +11,8 @@ Rules:
    for messages. The error is raised after the last round.
 4. `half_loaded` and `failed_elsewhere` make the errors of a load that failed half-way.
 
-Compares the records of targets that share memory, before the load changes any of them.
-
-Rules:
+[Note: targets that share memory]
+Their records are compared before the load changes any of them:
 
 1. Records that lie in the same bytes are equal. Records with checksums of 128 bits are equal if all
    checksums are, and differ otherwise. These comparisons read no data.

@@ -1,4 +1,4 @@
-"""The composition of an exchange between ranks, and the tag of its messages, which identifies it.
+"""The exchanges of a unit: their process groups, their composition and tag, and a failure's report.
 
 An exchange is an all-gather or a reduction of one parameter group, or of several small ones. Its
 composition lists these groups, each with the purpose and the sequence number of its part. Gloo
@@ -13,19 +13,17 @@ Rules:
    and no value that depends on Python's randomized hashes.
 
 [Note: 30 bits]
-torch takes tags from 0 to 2**31 - 1. These messages use the upper half; user
-programs number their messages from 0. Two different messages have the same tag with a probability
-of 1 in 10**9. Equal tags do harm only if ranks disagree, and only to the few messages that are in
-flight at the same time between the same two ranks. If ranks agree, messages with the same tag
-arrive in the order in which they were sent.
+torch takes tags from 0 to 2**31 - 1. These messages use the upper half; user programs number their
+messages from 0. Two different messages have the same tag with a probability of 1 in 10**9. Equal
+tags do harm only if ranks disagree, and only to the few messages that are in flight at the same
+time between the same two ranks. If ranks agree, messages with the same tag arrive in the order in
+which they were sent.
 
-The process groups of a unit: the ranks that share its shards, and those that replicate them.
-
-The report of an exchange that failed: the ranks of both sides, with the exchange of each wait.
-
-A rank whose wait ends with an error leaves a note in the store where the processes have met, and
-looks for the notes of the others. gloo closes the connections of a rank whose time-out is over, so
-that waiting ranks fail at once and leave their notes within milliseconds.
+[Note: the report of a failure]
+The report has the ranks of both sides, with the exchange of each wait. A rank whose wait ends with
+an error leaves a note in the store where the processes have met, and looks for the notes of the
+others. gloo closes the connections of a rank whose time-out is over, so that waiting ranks fail at
+once and leave their notes within milliseconds.
 
 Rules:
 

@@ -10,13 +10,12 @@ All ranks of the shard group call every method, in the same order, with the same
 composition. Point-to-point messages of different compositions never meet. A collective meets any
 collective of the other ranks, and detects a difference afterwards.
 
-The transport by point-to-point messages: each byte is received in its final place.
-
-In a group with point-to-point messages in host memory (gloo), each rank sends its spans from the
-shard itself and receives the others' spans in their final places in the unsharded buffer. Gradients
-travel the other way and are summed in rank order, so that the sum does not depend on timing. Small
-spans for one rank travel together. gloo's own all-gather and reduce-scatter copy through new
-buffers and take 3 times as long.
+[Note: point-to-point messages]
+Each byte is received in its final place. In a group with point-to-point messages in host memory
+(gloo), each rank sends its spans from the shard itself and receives the others' spans in their
+final places in the unsharded buffer. Gradients travel the other way and are summed in rank order,
+so that the sum does not depend on timing. Small spans for one rank travel together. gloo's own
+all-gather and reduce-scatter copy through new buffers and take 3 times as long.
 
 Rules:
 
@@ -30,24 +29,24 @@ Rules:
 4. Only `wait` and `all_reduce` wait, so that ranks that call in the same order never block each
    other.
 
-The transport by the library's collectives, for NCCL and for ranks that are threads.
-
-NCCL prefers one collective for each parameter group, on a stream of its own. Parts are packed end
-to end, padded to the largest, and copied to their places. The library decides the order of a sum.
+[Note: collectives]
+They serve NCCL and ranks that are threads. NCCL prefers one collective for each parameter group, on
+a stream of its own. Parts are packed end to end, padded to the largest, and copied to their places.
+The library decides the order of a sum.
 
 [Note: marks]
-A collective has no tag: a rank that runs another unit of the same size would take
-part without an error. Each rank therefore keeps a hash of the compositions of all its collectives
-in a process group. 32 bits of the hash travel with each reduction, as 32 zeros or ones and their 32
-complements, and are summed. If this rank has a zero and the sum is not zero, another rank has
-another hash: in every dtype, a sum of numbers that are not negative is zero only if all of them are
-zero. The marks do not detect collectives of different sizes: those fail in the library, or wait.
+A collective has no tag: a rank that runs another unit of the same size would take part without an
+error. Each rank therefore keeps a hash of the compositions of all its collectives in a process
+group. 32 bits of the hash travel with each reduction, as 32 zeros or ones and their 32 complements,
+and are summed. If this rank has a zero and the sum is not zero, another rank has another hash: in
+every dtype, a sum of numbers that are not negative is zero only if all of them are zero. The marks
+do not detect collectives of different sizes: those fail in the library, or wait.
 
-Messages in flight: memory that gloo may still read or write outlives the messages.
-
-gloo's thread copies between a connection and the address that a message was posted with. A message
-without a waiter stays posted, after an interrupt or the failure of another message of its exchange.
-Gloo still receives its data, which does not stop the messages behind it.
+[Note: messages in flight]
+Memory that gloo may still read or write outlives the messages. gloo's thread copies between a
+connection and the address that a message was posted with. A message without a waiter stays posted,
+after an interrupt or the failure of another message of its exchange. Gloo still receives its data,
+which does not stop the messages behind it.
 
 Rules:
 

@@ -1,4 +1,4 @@
-"""The keys of parameters in an optimizer's state dict: positions or names.
+"""The keys and groups of parameters in an optimizer's state dict: by position or by name.
 
 Rules:
 
@@ -8,9 +8,8 @@ Rules:
 3. An optimizer that keys its state by names uses the present names of the module's parameters, with
    the parts that wrappers add: a flat parameter's name ends with `_flat_param`.
 
-Matches saved parameter groups with an optimizer's groups, by their parameters.
-
-Rules:
+[Note: groups]
+Saved parameter groups are matched with an optimizer's groups by their parameters:
 
 1. The result has the optimizer's own groups, in its order, each with the saved options of its
    parameters, which must have been in one group. If the optimizer is not known, the result has the
