@@ -24,13 +24,22 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 
 from ckpt.errors import ExistsError, StoreError
 from ckpt.stores.driver import Start, StoreCapabilities, Unfinished
-from ckpt.stores.local_files import IO_VECTORS, LocalFileWriter, OpenFiles, close_descriptor
+from ckpt.stores.local_files import (
+    IO_VECTORS,
+    LocalFileWriter,
+    OpenFiles,
+    close_descriptor,
+    folder_start,
+    plain,
+)
 from ckpt.stores.request_errors import UnflushedError, disk_error, explained_on_disk
 from formats.detect import is_shard
 from formats.errors import CorruptError, SizeError, TooLargeError
@@ -61,10 +70,17 @@ class LocalStore:
         self.capabilities = StoreCapabilities(
             put_if_absent=True, atomic_replace=True, hides_unfinished=True, durable=True
         )
-        self._folder = Path(folder).absolute()
+        self._path = plain(os.path.join(os.getcwd(), self.url) if self.url[:1] != "/" else self.url)
         """The absolute path, which a later change of the working directory does not affect."""
-        self._files = OpenFiles(self._folder, self.url)
+        self._below = folder_start(self._path)
+        """The start of the paths of files. A look at a run has many stores and reads small files:
+        paths that are text take less time than those of `pathlib`."""
+        self._files = OpenFiles(self._below, self.url)
         self._held: int | None = None
+
+    @cached_property
+    def _folder(self) -> Path:
+        return Path(self._path)
 
     def __str__(self) -> str:
         return self.url
@@ -107,7 +123,14 @@ class LocalStore:
     def exists(self, name: str) -> bool:
         """Whether the folder has this file."""
         with explained_on_disk("looking at", self._shown(name)):
-            return (self._folder / name).is_file()
+            try:
+                return stat.S_ISREG(os.stat(f"{self._below}{name}").st_mode)
+            except (FileNotFoundError, NotADirectoryError, ValueError):
+                return False
+            except OSError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+                return False
 
     def size(self, name: str) -> int:
         """Returns the size of a file."""
@@ -269,7 +292,7 @@ class LocalStore:
         """
         flags = os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)
         with explained_on_disk("opening", self.url, or_missing=True):
-            self._held = os.open(self._folder, flags)
+            self._held = os.open(self._path, flags)
 
     def replace_link(self) -> None:
         """Replaces a link at the place of the folder by a real folder with the same checkpoint.
@@ -311,7 +334,7 @@ class LocalStore:
 
     def delete(self, name: str) -> bool:
         """Removes a file; returns whether it existed. One of several processes removes it."""
-        path = self._folder / name if self._held is None else name
+        path = f"{self._below}{name}" if self._held is None else name
         try:
             os.unlink(path, dir_fd=self._held)
         except FileNotFoundError:
@@ -323,7 +346,7 @@ class LocalStore:
             self._files.forget(name)
         return True
 
-    def _is_there(self, path: str | Path) -> bool:
+    def _is_there(self, path: str) -> bool:
         """Whether there is a file or link, or nobody can tell."""
         try:
             os.lstat(path, dir_fd=self._held)
@@ -370,7 +393,7 @@ class LocalStore:
         """Opens a listing of the folder, or of one in it. One that is not there has no entries."""
         with explained_on_disk("listing", self._shown(folder)):
             try:
-                entries = os.scandir(self._folder / folder if folder else self._folder)
+                entries = os.scandir(f"{self._below}{folder}")
             except (FileNotFoundError, NotADirectoryError):
                 yield iter(())
                 return
@@ -380,7 +403,7 @@ class LocalStore:
     def _status(self, name: str) -> os.stat_result:
         """Returns the facts of a file. Raises FileNotFoundError."""
         with explained_on_disk("looking at", self._shown(name), or_missing=True):
-            return (self._folder / name).stat()
+            return os.stat(f"{self._below}{name}")
 
     def _begin(self, name: str) -> tuple[Path, int]:
         """Creates the `.part` file of a new file; returns its path and a descriptor."""
