@@ -51,8 +51,9 @@ def test_errors_of_the_library_name_no_option() -> None:
         nodes = ast.walk(ast.parse(file.read_text()))
         raised = [node for node in nodes if isinstance(node, ast.Raise)]
         for part in (part for node in raised for part in ast.walk(node)):
-            if isinstance(part, ast.Constant) and OPTION.search(str(part.value)):
-                found.append((file.name, part.value))
+            text = str(part.value) if isinstance(part, ast.Constant) else ""
+            if OPTION.search(re.sub(r"`ckpt [^`]*", "", text)):  # a whole command to type is fine
+                found.append((file.name, text))
     assert found == []
 
 
