@@ -113,8 +113,10 @@ def _compressed(store: Store, state: StoredState, plans: Sequence[FilePlan]) -> 
     written = []
     for plan in plans:
         parts = [part for part in plan.parts if isinstance(part, OutgoingTensor)]
-        with store.create(plan.name, rewritable=True) as file:
-            tensors = streamed(state.copier, stored_order(parts))
+        with (
+            store.create(plan.name, rewritable=True) as file,
+            streamed(state.copier, stored_order(parts)) as tensors,
+        ):
             written.append(write_shard(file, tensors, compress=True))
             if plan is plans[-1]:
                 state.copier.finish()
@@ -240,8 +242,8 @@ def _check_alike(name: str, dtype: DType, first: str, written: DType) -> None:
 def _blocks(
     copier: FileCopier, tensors: Mapping[str, OutgoingTensor], name: str
 ) -> Iterator[memoryview]:
-    (alone,) = streamed(copier, [tensors[name]])
-    return alone.blocks()
+    with streamed(copier, [tensors[name]]) as (alone,):
+        yield from alone.blocks()
 
 
 def _kept_metadata(catalog: Catalog) -> dict[str, str]:

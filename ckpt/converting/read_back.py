@@ -30,17 +30,16 @@ def check_written(wanted: StoredState, found: StoredState, url: str, target_form
         if target_format not in (*FLAT_FORMATS, GGUF) and name not in names:
             raise _differs(url, name, "it is missing")
     there = [tensor for tensor in tensors.values() if tensor is not None]
-    pairs = zip(
-        streamed(wanted.copier, list(wanted.tensors.values())),
-        streamed(found.copier, there),
-        strict=True,
-    )
-    for tensor, other in pairs:
-        at = _first_difference(tensor.blocks(), other.blocks())
-        if at is not None:
-            at //= tensor.dtype.itemsize
-            raise _differs(url, tensor.name, f"element {at} has other bytes")
-    found.copier.finish()
+    with (
+        streamed(wanted.copier, list(wanted.tensors.values())) as ours,
+        streamed(found.copier, there) as theirs,
+    ):
+        for tensor, other in zip(ours, theirs, strict=True):
+            at = _first_difference(tensor.blocks(), other.blocks())
+            if at is not None:
+                at //= tensor.dtype.itemsize
+                raise _differs(url, tensor.name, f"element {at} has other bytes")
+        found.copier.finish()
     if target_format not in (*FLAT_FORMATS, GGUF):
         _check_values(dict(_values(wanted.tree)), dict(_values(found.tree)), url)
 

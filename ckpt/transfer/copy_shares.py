@@ -21,9 +21,9 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, islice
@@ -201,11 +201,15 @@ def _as_zeros(part: Part) -> Part:
     return bytes(part.nbytes) if isinstance(part, Late) else part
 
 
-def streamed(copier: FileCopier, tensors: Sequence[OutgoingTensor]) -> list[OutgoingTensor]:
-    """Returns the tensors with streams of their stored bytes, which the caller takes in turn.
+@contextmanager
+def streamed(
+    copier: FileCopier, tensors: Sequence[OutgoingTensor]
+) -> Iterator[list[OutgoingTensor]]:
+    """Gives the tensors with streams of their stored bytes, which the caller takes in turn.
 
     A block is valid until the next one. The caller calls `copier.finish` after the last stream. A
-    stream raises as `FileCopier.write` does.
+    stream raises as `FileCopier.write` does. At the end of the block no thread reads any more: one
+    that was left would ask a server that is gone again and again, until its deadline.
     """
     blocks = _blocks(copier, tensors)
     held: list[tuple[int, memoryview]] = []
@@ -219,7 +223,8 @@ def streamed(copier: FileCopier, tensors: Sequence[OutgoingTensor]) -> list[Outg
                 return
             yield held.pop()[1]
 
-    return [one._replace(blocks=partial(stream, at)) for at, one in enumerate(tensors)]
+    with closing(blocks):
+        yield [one._replace(blocks=partial(stream, at)) for at, one in enumerate(tensors)]
 
 
 def memory_bytes_of(copier: FileCopier) -> int:
@@ -235,7 +240,7 @@ def _unit_bytes(copier: FileCopier) -> int:
 
 def _blocks(
     copier: FileCopier, tensors: Sequence[OutgoingTensor]
-) -> Iterator[tuple[int, memoryview]]:
+) -> Generator[tuple[int, memoryview], None, None]:
     """Yields the bytes of all tensors in order, each block with the number of its tensor."""
     units = copier.units(FilePlan("", tensors), _unit_bytes(copier))
     free: list[mmap] = []

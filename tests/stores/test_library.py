@@ -1,6 +1,7 @@
 """All that the library does with a checkpoint, done on servers over HTTP."""
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,8 @@ def test_a_conversion_leaves_unchanged_bytes_on_their_server_with_their_checksum
             ckpt.load(damaged, in_long_runs(), storage_options=options)
         with pytest.raises(ckpt.CorruptError):
             ckpt.convert(source, f"{damaged}2", verify=True, storage_options=options)
+        # A thread that still reads would ask for damaged bytes again, also of a gone server.
+        assert not [one for one in threading.enumerate() if one.name.startswith("ckpt-ahead")]
 
 
 def is_copy(request: Request) -> bool:
