@@ -25,7 +25,6 @@ from ckpt.stores.store import (
 )
 from ckpt.transfer.bases import borrowers, borrowing, check_unused
 from ckpt.transfer.commit import withdraw
-from ckpt.transfer.facts import Checkpoints
 from formats.detect import is_shard, sign_of_another_format
 from formats.native.manifest import MANIFEST, load, read_manifest
 
@@ -72,11 +71,8 @@ def was_deleted(
     options: Options,
     gone: set[str] | None = None,
     look: Callable[[], object] | None = None,
-    found: Checkpoints | None = None,
 ) -> bool:
-    """Deletes a checkpoint as `delete` does. Returns False if there was none.
-
-    `look` and `found`: as for `withdraw`.
+    """Deletes a checkpoint as `delete` does. Returns False if there was none. `look`: `withdraw`.
 
     With `gone` this is a dry run, which only checks all that a delete checks: as if the checkpoints
     at the places in this set were deleted. Adds the place.
@@ -114,7 +110,7 @@ def was_deleted(
             check_unused(store.url, options, {beside[one] for one in gone if one in beside})
             gone.add(place)
             return True
-        if withdraw(store, data, look, found):
+        if withdraw(store, data, look):
             _remove_all(store, files)
     return True
 
@@ -171,12 +167,11 @@ def delete_step(
     options: Options,
     gone: set[str] | None = None,
     look: Callable[[], object] | None = None,
-    found: Checkpoints | None = None,
 ) -> None:
     """Deletes a checkpoint of a run, as `was_deleted`; of a link to one, the link alone."""
     link = link_at(place)
     if link is None:
-        was_deleted(place, missing_ok, options, gone, look, found)
+        was_deleted(place, missing_ok, options, gone, look)
     else:
         remove_link(link, gone, look)
 

@@ -89,7 +89,7 @@ def removals(
     if found is None:
         return
     if found.files is None:
-        yield from _one_by_one(url, steps, options, dry_run, look, found)
+        yield from _one_by_one(url, steps, options, dry_run, look)
         return
     with open_store(url, options) as store:
         done, stay = _unneeded(url, store, steps, found)
@@ -183,21 +183,15 @@ def _one_by_one(
     options: Options,
     dry_run: bool,
     look: Look | None,
-    found: Checkpoints,
 ) -> Iterator[Removal]:
-    """Removes checkpoints on a store without a listing of all files, as `removals` does.
-
-    The first goes by what was `found` just now, the others by looks of their own.
-    """
-    has_bases = all(facts.bases is not None for facts in found.facts.values())
+    """Removes checkpoints on a store without a listing of all files, as `removals` does."""
     failed: Exception | None = None
     gone: set[str] | None = set() if dry_run else None
     for one in steps:
         place = join_url(url, one.name)
         needed_by = ""
         try:
-            seen = found if has_bases and one is steps[0] else None
-            delete_step(place, True, options, gone, look and partial(look, None), seen)
+            delete_step(place, True, options, gone, look and partial(look, None))
         except NotOwnerError:
             raise
         except InUseError as error:

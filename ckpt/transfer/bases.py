@@ -119,18 +119,15 @@ def check_unused(
     options: Options = None,
     gone: Collection[str] = (),
     before: Checkpoints | None = None,
-    found: Checkpoints | None = None,
 ) -> Checkpoints:
     """Returns the checkpoints beside this one, of which none borrows from it. Raises InUseError.
-
-    They are `found`, or without it those of a new look.
 
     Those named in `gone` do not count. One that cannot be read counts if it may borrow
     (`_may_need`), unless it was there at an earlier look, `before`.
     """
     parent, name = split_url(one_spelling(url))
     with open_store(parent, options) as store:
-        found = checkpoints_in(store) if found is None else found
+        found = checkpoints_in(store)
         users = [one for one in borrowers_among(found, name) if one not in gone]
         if users:
             raise InUseError(

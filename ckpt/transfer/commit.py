@@ -32,7 +32,7 @@ from ckpt.errors import (
 from ckpt.stores.request_errors import UnflushedError
 from ckpt.stores.store import Store, link_at, local_path, split_url
 from ckpt.transfer.bases import base_files_beside, check_unused, is_as_it_was, manifest_now
-from ckpt.transfer.facts import Beside, Checkpoints, Listing, facts_of, note
+from ckpt.transfer.facts import Beside, Listing, facts_of, note
 from formats.detect import sign_of_another_format
 from formats.errors import FormatError, GoneError
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, dump, load, read_manifest
@@ -210,18 +210,12 @@ def is_not_there(store: Store, attempt: str, error: BaseException) -> bool:
         return False
 
 
-def withdraw(
-    store: Store,
-    data: bytes,
-    look: Callable[[], object] | None = None,
-    found: Checkpoints | None = None,
-) -> bool:
+def withdraw(store: Store, data: bytes, look: Callable[[], object] | None = None) -> bool:
     """Deletes a manifest with these bytes durably, if no checkpoint borrows from its files.
 
     Returns False if another process has deleted it meanwhile: that one deletes the files as well,
     unless it puts the manifest back. `look` is called directly before the manifest is deleted; its
-    error forbids that. `found` are the checkpoints beside it, with their bases, if the caller has
-    just looked: a borrower that has come since is seen by the look that follows the deletion.
+    error forbids that.
 
     Raises:
         InUseError: a checkpoint borrows from the files. The manifest is in its place.
@@ -229,7 +223,7 @@ def withdraw(
         StoreError: the store failed. The manifest is in its place, or the message says that it is
             gone and its files stay.
     """
-    before = check_unused(store.url, store.options, found=found)
+    before = check_unused(store.url, store.options)
     now = manifest_now(store.url, store.options)
     if now != data and now is not None:
         raise ReplacedError(
