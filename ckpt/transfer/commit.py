@@ -82,7 +82,7 @@ def commit(
     looks_first = look is not None and local_path(store.url) is None
     looked, listing = now(), look(0.0).listing if look is not None and looks_first else None
     names = _check_all_are_seen(store, files, listing)
-    has_looked = looks_first and now() - looked < LOOKED_SECONDS
+    has_looked = listing is not None and now() - looked < LOOKED_SECONDS
     if not overwrite:
         check_no_other(store.url, names)
     if now() - began > GRACE_SECONDS:
