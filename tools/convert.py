@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import runpy
+import shlex
 import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError
@@ -244,6 +245,7 @@ def _summary(options: Options, report: ConvertReport, seconds: float) -> dict[st
         "became_text": report.became_text,
         "not_cast": report.not_cast,
         "beside": report.beside,
+        "weights": report.weights,
         "lost": report.lost,
         "tied": report.tied,
         "prefix": report.prefix,
@@ -289,10 +291,12 @@ def _lines(options: Options, report: ConvertReport, seconds: float) -> Iterator[
             f"cannot hold: {_shown(report.left_out)}"
         )
     if report.beside:
-        were = "would be" if options.dry_run else "were"
+        took = "would take" if options.dry_run else "took"
+        first, *others = report.beside
+        more = f" (or {_shown(others)})" if others else ""
         yield (
-            f"note: only the weights {were} converted; --select takes one of "
-            f"{_shown(report.beside)}, and --select '' everything"
+            f"note: {took} the weights alone, {printable(report.weights)}; for another part pass "
+            f"--select {printable(shlex.quote(first))}{more}, for everything --select ''"
         )
     if report.prefix:
         yield (

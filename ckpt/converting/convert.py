@@ -101,6 +101,9 @@ class ConvertReport:
     """Tensors of floats below 16 bits, which `dtype` does not cast."""
     beside: tuple[str, ...] = ()
     """Top keys that were not converted, beside the weights, although the caller named no part."""
+    weights: str = ""
+    """The key path of the weights, if they alone were converted, although the caller named no
+    part."""
     lost: tuple[str, ...] = ()
     """Weights that the target lacks or has with another dtype, each with the reason, if
     `allow_loss` let them go."""
@@ -302,6 +305,7 @@ def convert(
             became_text=became_text(target.format, state),
             not_cast=_not_cast(casts, state),
             beside=beside,
+            weights=(changes.module or "") if beside else "",
             lost=lost,
             tied=tuple(state.aliases) if target.format.is_of_weights else (),
             model_files=None if files is None else tuple(files.content),

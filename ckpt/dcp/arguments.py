@@ -7,14 +7,17 @@ errors pass through `torch.distributed.checkpoint`, which pickles them between r
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ckpt.errors import ArgumentError, ArgumentTypeError, CkptError, RankError
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from sharding.agreement.ranks import Group
 
 T = TypeVar("T")
+_log = logging.getLogger("ckpt.dcp")
 
 
 def storage_of(
@@ -36,6 +40,8 @@ def storage_of(
 
     Raises ArgumentError if neither argument gives the place of the checkpoint.
     """
+    if type(given) in (FileSystemReader, FileSystemWriter):  # half of the import lines are ckpt's
+        _log_torch_s(type(given).__name__)
     if given is None:
         if not checkpoint_id:
             raise ArgumentError(f"no checkpoint_id and no {argument}: pass one of the two")
@@ -43,6 +49,18 @@ def storage_of(
     if isinstance(given, kind) and checkpoint_id is not None:
         given.reset(checkpoint_id)  # type: ignore[attr-defined]
     return given
+
+
+@cache
+def _log_torch_s(name: str) -> None:
+    """Logs, once in a process and on rank 0, that torch serves calls with its own storage."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _log.warning(
+            "torch's %s serves this call, with DCP's files: no checksum, no commit, and metadata "
+            "in a pickle; import %s from ckpt.dcp for ckpt's files",
+            name,
+            name,
+        )
 
 
 def check_state(state_dict: object) -> None:

@@ -23,6 +23,7 @@ from warnings import warn
 from ckpt.display import natural
 from ckpt.errors import (
     AccessDeniedError,
+    CkptError,
     DamagedLoadError,
     FallbackWarning,
     NotACheckpointError,
@@ -90,7 +91,8 @@ def load_or_older(
     """Returns the state from `url`, or from the first fallback that is sound, and its URL.
 
     All ranks call this. `load` loads one URL on all ranks. If none is sound, `again` returns the
-    places that there are now, equal on all ranks: those that are new are tried as well.
+    places that there are now, equal on all ranks: those that are new are tried as well. A caller
+    whose user has no `fallback=` gives a sequence, and then no message speaks of it.
 
     Raises:
         PartialLoadError: the last try failed, and an earlier one has touched further tensors; a
@@ -137,6 +139,7 @@ def load_or_older(
                 continue
             is_denied = all(one.kind == UNREADABLE for one in skipped)
             if (len(skipped) == 1 or is_denied) and is_said:
+                _advise(error, kind, fallback)
                 raise
             raise _none_is_sound(skipped, list(touched)) from error
         if left := touched.keys() - loaded.names:
@@ -148,6 +151,18 @@ def load_or_older(
         if skipped:
             ranks.run_on_all("telling of the fallback", partial(_tell, ranks, here, skipped))
         return loaded.state, here
+
+
+def _advise(error: Exception, kind: str, fallback: bool | Sequence[Url]) -> None:
+    """Adds the way to an older checkpoint to the message of damage, or that there is none."""
+    if fallback is True:
+        advice = "fallback=True found no older checkpoint beside it"
+    elif fallback is False and kind not in (NotACheckpointError.kind, UNREADABLE):
+        advice = "fallback=True would load the newest sound checkpoint beside it"
+    else:
+        return
+    if isinstance(error, CkptError):
+        error.args = (f"{error.reason}; {advice}",)
 
 
 def _partly_read(url: Url, skipped: Sequence[Skipped]) -> str:

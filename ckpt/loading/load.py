@@ -247,7 +247,7 @@ def load_partly(
     )
     ranks = Ranks(group)
     once = partial(load_once, ranks, state=state, options=options)
-    load_or_older(ranks, url, False, once, storage_options)
+    load_or_older(ranks, url, (), once, storage_options)
 
 
 def load_once(ranks: Ranks, url: Url, state: object, options: LoadOptions) -> Loaded:

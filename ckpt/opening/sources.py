@@ -29,6 +29,7 @@ from formats.detect import (
     EMPTY,
     HEAD_BYTES,
     JSON,
+    OF_WEIGHTS,
     SAFETENSORS,
     TEXT,
     folder_format,
@@ -221,6 +222,7 @@ def advice_at(store: Store, entries: Sequence[str]) -> str:
 def similar_path(url: str | os.PathLike[str]) -> str:
     """Returns a question that names an existing path similar to a missing one; empty without one.
 
+    The path is a folder, or a file with an ending of weights: no script is meant as a checkpoint.
     It begins with a semicolon, for the end of a message.
     """
     path = local_path(url)
@@ -230,7 +232,11 @@ def similar_path(url: str | os.PathLike[str]) -> str:
     while not os.path.lexists(missing.parent):
         missing, rest = missing.parent, Path(missing.name, rest)
     with suppress(OSError), os.scandir(missing.parent) as entries:
-        names = [entry.name for entry in islice(entries, COMPARED)]
+        names = [
+            entry.name
+            for entry in islice(entries, COMPARED)
+            if entry.name.endswith(OF_WEIGHTS) or entry.is_dir()
+        ]
         for near in get_close_matches(missing.name, names, 1):
             found = missing.parent / near
             return f"; did you mean {found / rest if (found / rest).exists() else found}?"

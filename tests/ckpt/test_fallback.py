@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
 from ckpt.loading.fallback import DAMAGE, Loaded, load_or_older
+from ckpt.loading.load import load_partly
 from ckpt.stores.replacement_guard import TRIES
 from formats.errors import FormatError, UnsupportedError
 from sharding.agreement.ranks import Ranks
@@ -119,10 +120,23 @@ def test_a_sound_checkpoint_is_loaded_without_a_word(run: Path) -> None:
     assert ckpt.load(run / "step-2", state(0), fallback=True)["step"] == 2
 
 
-def test_without_a_fallback_damage_is_an_error(run: Path) -> None:
-    flip_last(run / "step-3")
-    with pytest.raises(ckpt.DamagedLoadError):
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_without_a_fallback_damage_is_an_error_that_names_it(run: Path, damage: Callable) -> None:
+    damage(run / "step-3")
+    is_there = damage not in (remove_manifest, shutil.rmtree)
+    kind = ckpt.CorruptError if is_there else ckpt.NotACheckpointError
+    with pytest.raises(kind) as error:
         ckpt.load(run / "step-3", state(0))
+    assert ("; fallback=True would load the newest sound" in str(error.value)) is is_there
+    with pytest.raises(kind) as error:
+        load_partly(
+            *(run / "step-3", state(0)),
+            allows_missing=False,
+            verify=True,
+            group=None,
+            storage_options=None,
+        )
+    assert "; fallback=" not in str(error.value), "its users have no such argument"
 
 
 def test_it_goes_back_as_far_as_it_must_and_never_forward(run: Path) -> None:
@@ -162,9 +176,10 @@ def test_where_no_fallback_is_sound_the_error_has_all_of_them(run: Path) -> None
 
 def test_where_there_is_no_older_one_the_error_is_what_it_would_be(run: Path) -> None:
     break_manifest(run / "step-1")
-    with pytest.raises(ckpt.CorruptError, match="step-1/manifest"):
+    none = "; fallback=True found no older checkpoint beside it"
+    with pytest.raises(ckpt.CorruptError, match=f"step-1/manifest.*{none}"):
         ckpt.load(run / "step-1", state(0), fallback=True)
-    with pytest.raises(ckpt.NotACheckpointError, match="nowhere"):
+    with pytest.raises(ckpt.NotACheckpointError, match=f"nowhere.*{none}"):
         ckpt.load(run / "nowhere" / "step-1", state(0), fallback=True)
 
 
@@ -256,7 +271,8 @@ def test_a_warning_that_is_an_error_ends_the_load_on_all_ranks(
 
 def touched_on_ranks(folder: str) -> tuple[str, tuple[str, ...], set[float]]:
     target = sharded(0)
-    with pytest.raises((ckpt.RankError, ckpt.DamagedLoadError), match="may hold a mix") as error:
+    said = "; fallback=True would load .* may hold a mix"
+    with pytest.raises((ckpt.RankError, ckpt.DamagedLoadError), match=said) as error:
         ckpt.load(f"{folder}/step-3", target)
     found = set(target["b"].unique().tolist())
     return type(error.value).__name__, error.value.touched, found

@@ -18,6 +18,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("work")
     for step in (9, 10):
         ckpt.save(root / f"runs/lm/step-{step}", {"w": torch.ones(2)})
+    (root / "runz.py").touch()
+    (root / "weights.gguf").touch()
     folder = root / "trainer/out/checkpoint-500"
     folder.mkdir(parents=True)
     save_file({"w": torch.ones(2)}, folder / "model.safetensors")
@@ -30,8 +32,10 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("runs/lmx", "runs/lm"),
         ("runs/lm/step-1O", "runs/lm/step-10"),
         ("runz/lm", "runs/lm"),
-        ("runz/lm/step-11", "runs"),
         ("runs/lm/stepp-9/", "runs/lm/step-9"),
+        ("runz/lm/step-11", "runs"),
+        ("runzz.py", None),
+        ("weight.gguf", "weights.gguf"),
         ("runs/quite-another", None),
         ("runs/lm", None),
     ],
@@ -48,7 +52,7 @@ def test_a_missing_path_is_told_with_the_most_similar_one(
 def test_a_similar_path_is_sought_only_where_the_search_is_short(tmp_path: Path) -> None:
     assert similar_path("memory://runs/lmx") == ""
     for number in range(COMPARED + 1):
-        (tmp_path / f"f{number:04}").touch()
+        (tmp_path / f"f{number:04}").mkdir()
     assert similar_path(tmp_path / "f999").startswith("; did you mean ")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import warnings
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import ckpt
 import ckpt.dcp as dcp
+import ckpt.dcp.arguments as dcp_arguments
 from tests.conftest import RankDied
 from tests.dcp.programs import AppState, build, step, whole
 from tests.old_torch import needs
@@ -391,6 +393,40 @@ def test_every_error_comes_through_torch_s_messages(
     shard.write_bytes(shard.read_bytes()[:-1])
     for found in clusters(2).run(load_what_is_too_short, str(tmp_path)):
         assert all("it was truncated" in each for each in found)
+
+
+def save_and_load_by_torch(folder: str, is_async: bool) -> list[str]:
+    """Returns the lines of the log on this rank."""
+    dcp_arguments._log_torch_s.cache_clear()
+    said: list[str] = []
+    logger, handler = logging.getLogger("ckpt.dcp"), logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        for step in (1, 2):
+            place = f"{folder}/{step}"
+            writer, reader = torch_dcp.FileSystemWriter(place), torch_dcp.FileSystemReader(place)
+            if is_async:
+                dcp.async_save({"w": torch.ones(2)}, storage_writer=writer).result()
+            else:
+                dcp.save({"w": torch.ones(2)}, storage_writer=writer)
+            dcp.load({"w": torch.zeros(2)}, storage_reader=reader)
+    finally:
+        logger.removeHandler(handler)
+    return said
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_storage_of_torch_in_a_call_of_ours_is_logged_once_by_rank_0(
+    clusters: Callable[[int], Any], tmp_path: Path, is_async: bool
+) -> None:
+    first, second = clusters(2).run(save_and_load_by_torch, str(tmp_path), is_async)
+    assert [line.partition(" serves")[0] for line in first] == [
+        "torch's FileSystemWriter",
+        "torch's FileSystemReader",
+    ]
+    assert all("import FileSystem" in line for line in first)
+    assert second == []
 
 
 class Failing(torch_dcp.FileSystemWriter):
