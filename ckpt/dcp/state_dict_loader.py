@@ -68,7 +68,7 @@ def load(
         NotACheckpointError, CorruptError, RankError: as `ckpt.load`.
 
     >>> import tempfile, torch
-    >>> from ckpt.dcp.state_dict_saver import save
+    >>> from ckpt.dcp import load, save
     >>> state = {"model": {"w": torch.zeros(2)}, "step": 0}
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     saved = save({"model": {"w": torch.ones(2)}, "step": 1}, checkpoint_id=folder)

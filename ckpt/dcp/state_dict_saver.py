@@ -72,6 +72,7 @@ def save(
         RankError: another rank failed; the error names the rank and its error.
 
     >>> import tempfile, torch
+    >>> from ckpt.dcp import save
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     saved = save({"model": {"w": torch.ones(2)}, "step": 1}, checkpoint_id=folder)
     >>> sorted(saved.state_dict_metadata)

@@ -87,10 +87,11 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         ValueError, TypeError: arguments that contradict each other or the module.
         MisuseError: parameters on several devices, or on a device that does not exist.
 
-    >>> import torch.distributed as dist
+    >>> import torch, torch.distributed as dist
+    >>> from ckpt.sharding import FullyShardedDataParallel, ShardingStrategy
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> model = FullyShardedDataParallel(
-    ...     nn.Linear(2, 3), sharding_strategy=ShardingStrategy.NO_SHARD
+    ...     torch.nn.Linear(2, 3), sharding_strategy=ShardingStrategy.NO_SHARD
     ... )
     >>> [(name, tuple(p.shape)) for name, p in model.named_parameters()]
     [('_fsdp_wrapped_module._flat_param', (9,))]

@@ -69,9 +69,10 @@ def fully_shard(
         ArgumentError: the module was given to `fully_shard` before, or is a container without a
             forward, or an argument does not fit the mesh or a parameter.
 
-    >>> import torch.distributed as dist
+    >>> import torch, torch.distributed as dist
+    >>> from ckpt.sharding import fully_shard
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    >>> model = fully_shard(nn.Linear(2, 3))
+    >>> model = fully_shard(torch.nn.Linear(2, 3))
     >>> type(model).__name__, model.weight.placements
     ('FSDPLinear', (Shard(dim=0),))
     >>> model(torch.ones(4, 2)).sum().backward()
