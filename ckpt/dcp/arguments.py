@@ -1,8 +1,8 @@
 """The arguments of DCP's functions, its errors, and the choice of `ckpt` or torch to serve a call.
 
 `ckpt.save` or `ckpt.load` serves a call if storage and planner are DCP's defaults or ours. With a
-user's planner, or a ShardedTensor in parts that no layout describes, torch's own code runs. Its
-errors pass through `torch.distributed.checkpoint`, which pickles them between ranks.
+user's planner or storage, or a ShardedTensor in parts that no layout describes, torch's own code
+runs. Its errors pass through `torch.distributed.checkpoint`, which pickles them between ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,20 @@ def _log_torch_s(name: str) -> None:
             name,
             name,
         )
+
+
+def is_plain_storage(storage: object, kind: type[T]) -> TypeGuard[T]:
+    """Whether a storage is of `kind` and no subclass of the user adds methods, which torch calls.
+
+    >>> from ckpt.dcp import CkptStorageReader
+    >>> class Own(CkptStorageReader):
+    ...     def read_data(self, plan, planner): ...
+    >>> [is_plain_storage(made("x"), CkptStorageReader) for made in (CkptStorageReader, Own)]
+    [True, False]
+    """
+    kinds = type(storage).__mro__
+    own = kinds[: kinds.index(kind)] if kind in kinds else ()
+    return kind in kinds and all(name.startswith("_") for each in own for name in vars(each))
 
 
 def check_state(state_dict: object) -> None:

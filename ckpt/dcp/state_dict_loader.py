@@ -27,6 +27,7 @@ from ckpt.dcp.arguments import (
     check_state,
     group_of,
     have_layouts,
+    is_plain_storage,
     on_all_ranks,
     state_of,
     storage_of,
@@ -144,7 +145,7 @@ class _Target(NamedTuple):
     nests: dict[str, Any]
     """The entries, or the state dicts of Stateful entries, in the same order on all ranks."""
     parts: dict[str, object]
-    """The tensors, and the places of the values, by DCP's names."""
+    """The tensors, the Stateful objects and the places of the values, by DCP's names."""
     allows_missing: bool
 
 
@@ -163,7 +164,7 @@ def _begin(
     """
     reader = storage_of(given, CkptStorageReader, checkpoint_id, "storage_reader")
     check_state(state_dict)
-    if not isinstance(reader, CkptStorageReader):
+    if not is_plain_storage(reader, CkptStorageReader):
         return reader, None
     _ = reader.checkpoint_id  # raises if there is none
     taking = DefaultLoadPlanner() if planner is None else planner
@@ -197,9 +198,16 @@ def _parts(nests: dict[str, Any], planner: DefaultLoadPlanner) -> dict[str, obje
         path = taking.mappings.get(name, (name,))
         if name in real:
             _put(nests, path, leaf)
-        is_filled = isinstance(leaf, torch.Tensor | np.ndarray)
+        is_filled = isinstance(leaf, torch.Tensor | np.ndarray) or _has_stateful(leaf)
         parts[name] = leaf if is_filled else _Value(nests, path, leaf)
     return {**parts, **_empty_dicts(nests)} if planner.flatten_state_dict else parts
+
+
+def _has_stateful(leaf: object) -> bool:
+    """Whether an entry is or holds a Stateful object: DCP takes a list without tensors for one."""
+    if isinstance(leaf, list | tuple):
+        return any(map(_has_stateful, leaf))
+    return isinstance(leaf, Stateful)
 
 
 def _is_meta(leaf: object) -> bool:

@@ -25,6 +25,7 @@ from ckpt.dcp.arguments import (
     check_state,
     group_of,
     have_layouts,
+    is_plain_storage,
     on_all_ranks,
     state_of,
     storage_of,
@@ -166,7 +167,7 @@ def _begin(
     check_collectives(use_collectives)
     writer = storage_of(given, CkptStorageWriter, checkpoint_id, "storage_writer")
     check_state(state_dict)
-    if not isinstance(writer, CkptStorageWriter):
+    if not is_plain_storage(writer, CkptStorageWriter):
         return writer, None
     _ = writer.checkpoint_id  # raises if there is none
     if own is not None and type(own) is not DefaultSavePlanner:

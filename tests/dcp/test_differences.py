@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import pickle
@@ -259,6 +260,27 @@ class Counter:
         self.state = state
 
 
+def test_stateful_objects_deep_in_a_nest_are_filled_and_stay_themselves(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    state = {"deep": {"one": Counter(5), "model": model, "optim": optimizer, "list": [Counter(6)]}}
+    dcp.save(state, checkpoint_id=tmp_path)
+    torch.manual_seed(1)
+    other = nn.Linear(3, 2)
+    deep = {
+        "one": Counter(0),
+        "model": other,
+        "optim": torch.optim.Adam(other.parameters()),
+        "list": [Counter(0)],
+    }
+    target = {"deep": {**deep}}
+    dcp.load(target, checkpoint_id=tmp_path)
+    assert all(target["deep"][name] is deep[name] for name in deep if name != "list")
+    assert [c.state["count"] for c in (deep["one"], *target["deep"]["list"])] == [5, 6]  # type: ignore[attr-defined, misc]
+    assert torch.equal(other.weight, model.weight)
+    found, wanted = (each.state_dict()["state"] for each in (deep["optim"], optimizer))  # type: ignore[attr-defined]
+    assert torch.equal(found[0]["exp_avg"], wanted[0]["exp_avg"])
+
+
 @alone
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("save", [dcp.save, torch_dcp.save])
@@ -276,7 +298,7 @@ def test_the_flags_of_the_default_planners_mean_what_they_mean(
     dcp.load(
         target,
         checkpoint_id=tmp_path,
-        planner=dcp.DefaultLoadPlanner(flatten_state_dict=flat, flatten_sharded_tensors=flat),
+        planner=dcp.DefaultLoadPlanner(flatten_state_dict=flat),
     )
     assert target["w"].tolist() == [1, 1]  # type: ignore[attr-defined]
     assert target["nest"]["a"] == [1, 2]  # type: ignore[index]
@@ -358,6 +380,63 @@ def test_a_tensor_is_no_place_for_a_value(tmp_path: Path, save: Any) -> None:
     state: dict[str, Any] = {"w": None}
     dcp.load(state, checkpoint_id=tmp_path)
     assert torch.equal(state["w"], torch.ones(2))
+
+
+SAVED: dict[str, Any] = {
+    "w": torch.arange(1.0, 4.0),
+    "v": torch.ones(3),
+    "n": 3,
+    "keys": {0: {"n": 3}},
+    "size": torch.Size([2]),
+}
+LOADED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "a key that is no text": (
+        {"keys": {0: {"n": 0}}},
+        "{'keys': {0: {'n': 0}, '0': {'n': 3}}}",
+        "{'keys': {0: {'n': 3}}}",
+    ),
+    "a tensor for a value": ({"n": torch.zeros(1)}, "{'n': 3}", "MismatchError"),
+    "a value for a tensor": ({"v": 0}, "CheckpointException", "{'v': tensor([1., 1., 1.])}"),
+    "a value for a dict": ({"keys": 0}, "CheckpointException", "{'keys': {0: {'n': 3}}}"),
+    "an empty dict": ({"keys": {}}, "{'keys': {}}", "{'keys': {0: {'n': 3}}}"),
+    "a size": ({"size": None}, "{'size': torch.Size([2])}", "{'size': (2,)}"),
+    "one memory for two": (
+        dict.fromkeys("wv", torch.zeros(3)),
+        "{'w': tensor([1., 2., 3.]), 'v': tensor([1., 2., 3.])}",
+        "MismatchError",
+    ),
+    "a flipped bit": (
+        {"w": torch.zeros(3)},
+        "{'w': tensor([1.0000, 2.0000, 3.5000])}",
+        "DamagedLoadError",
+    ),
+}
+
+
+def loaded(library: Any, target: dict[str, Any], place: Path) -> str:
+    """What a load makes of a copy of a target, or its error."""
+    state = copy.deepcopy(target)
+    try:
+        library.load(state, checkpoint_id=place)
+    except (torch_dcp.CheckpointException, ckpt.CkptError) as error:
+        return type(error).__name__
+    return repr(state)
+
+
+@alone
+@pytest.mark.parametrize("row", LOADED)
+def test_loads_differ_from_torch_s_as_the_table_says(tmp_path: Path, row: str) -> None:
+    target, *wanted = LOADED[row]
+    for library, expected in zip((torch_dcp, dcp), wanted, strict=True):
+        place = tmp_path / library.__name__
+        library.save(SAVED, checkpoint_id=place)
+        if row == "a flipped bit":
+            [file] = [p for p in place.iterdir() if p.suffix in (".distcp", ".safetensors")]
+            data = file.read_bytes()
+            file.write_bytes(
+                data.replace(*(torch.tensor([x]).numpy().tobytes() for x in (3.0, 3.5)))
+            )
+        assert loaded(library, target, place) == expected
 
 
 @alone

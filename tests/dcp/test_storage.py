@@ -429,26 +429,40 @@ def test_storage_of_torch_in_a_call_of_ours_is_logged_once_by_rank_0(
     assert second == []
 
 
-class Failing(torch_dcp.FileSystemWriter):
-    """A writer of the user, which fails on one rank."""
+class NoDisk:
+    """Methods of a user's storage, which fails on one rank."""
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         if dist.get_rank() == 1:
             raise FileNotFoundError("no disk")
-        return super().write_data(*args, **kwargs)
+        return super().write_data(*args, **kwargs)  # type: ignore[misc]
+
+    def read_data(self, *args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise FileNotFoundError("no disk")
+        return super().read_data(*args, **kwargs)  # type: ignore[misc]
 
 
-def save_by_a_failing_writer(folder: str) -> str:
+def use_a_failing_storage(folder: str) -> list[str]:
+    found = []
+    for kind in (torch_dcp.FileSystemWriter, dcp.FileSystemWriter, dcp.CkptStorageWriter):
+        writer: Any = type("Own", (NoDisk, kind), {})(folder)
+        with pytest.raises(ckpt.RankError) as caught:
+            dcp.save({"w": torch.ones(2)}, storage_writer=writer)
+        found.append(str(caught.value))
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=folder)
+    reader: Any = type("Own", (NoDisk, dcp.FileSystemReader), {})(folder)
     with pytest.raises(ckpt.RankError) as caught:
-        dcp.save({"w": torch.ones(2)}, storage_writer=Failing(folder))
-    return str(caught.value)
+        dcp.load({"w": torch.zeros(2)}, storage_reader=reader)
+    return [*found, str(caught.value)]
 
 
 def test_an_error_of_a_user_s_storage_is_a_rank_error_on_all_ranks(
     clusters: Callable[[int], Any], tmp_path: Path
 ) -> None:
-    for found in clusters(2).run(save_by_a_failing_writer, str(tmp_path)):
-        assert found == "write failed on rank 1 with FileNotFoundError: no disk"
+    told = "failed on rank 1 with FileNotFoundError: no disk"
+    for found in clusters(2).run(use_a_failing_storage, str(tmp_path)):
+        assert found == [f"write {told}"] * 3 + [f"read {told}"]
 
 
 @alone
