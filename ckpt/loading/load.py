@@ -399,6 +399,9 @@ class Matched:
     """Whether replicas exchange the elements that they read."""
     plans: Plans | None
     """Made at once if this rank finds no difference and nothing is exchanged."""
+    failure: Exception | None
+    """The error of these plans, which the ranks hear of when all of them plan: a second try would
+    wait for a server that is away for another deadline."""
     share: CheckShare
     """The checksums to compare if all ranks divide them alike."""
     by_host: bool
@@ -459,15 +462,15 @@ def _matched(
         budget=budget,
         exchanges=exchanges,
         plans=None,
+        failure=None,
         share=NOTHING_SHARED,
         by_host=options.by_host,
     )
     if exchanges or found.differences or found.unexpected or found.idle:
         return matched
-    # An error recurs when all ranks plan, and then reaches all ranks.
-    plans, _ = result_or_error(partial(matched.plan, ranks, False))
+    plans, failure = result_or_error(partial(matched.plan, ranks, False))
     if plans is None:
-        return matched
+        return replace(matched, failure=failure)
     return replace(matched, plans=plans, share=_check_share(ranks, source, found, options))
 
 
@@ -529,4 +532,6 @@ def _checked_plans(
 ) -> Plans:
     """Returns the plans, unless `check` raises an error."""
     check()
+    if matched.failure is not None:
+        raise matched.failure
     return matched.plan(ranks, exchanges)

@@ -126,6 +126,10 @@ _REMEDIES = {
         "the bucket lies in another region: name it in storage_options="
         "{'client_kwargs': {'region_name': ...}} or AWS_DEFAULT_REGION"
     ),
+    ErrorClass.UNSUMMED: (
+        "a bucket with Object Lock wants a checksum with each file: pass storage_options="
+        "{'config_kwargs': {'request_checksum_calculation': 'when_supported'}}"
+    ),
 }
 """The remedies of refused requests to a server."""
 

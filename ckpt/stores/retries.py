@@ -58,6 +58,8 @@ class ErrorClass(Enum):
     QUOTA = "quota"
     FULL = "full"
     OTHER_REGION = "other region"
+    UNSUMMED = "unsummed"
+    """The server wants a checksum with each file."""
     NO_BUCKET = "no bucket"
     NO_UPLOAD = "no upload"
     """The upload in parts was aborted or completed."""

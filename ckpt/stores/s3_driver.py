@@ -375,6 +375,8 @@ class S3Driver(Session):
             return ErrorClass.PAST_END
         if isinstance(error, _NO_CREDENTIALS):
             return ErrorClass.DENIED
+        if isinstance(error, RecursionError):  # s3fs asks the address that sends it elsewhere
+            return ErrorClass.OTHER_REGION
         if isinstance(error, _BROKEN):
             return ErrorClass.PASSING
         if isinstance(error, exceptions.ParamValidationError) and "bucket name" in str(error):
@@ -385,6 +387,9 @@ class S3Driver(Session):
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         if code == "NoSuchBucket":
             return ErrorClass.NO_BUCKET
+        said = str(error.response.get("Error", {}).get("Message", "")).lower()
+        if "object lock" in said and "content-md5" in said:
+            return ErrorClass.UNSUMMED
         refused = _REFUSED.get(code) or _REFUSED.get(str(status))
         if refused is not None:
             return refused
@@ -455,7 +460,14 @@ class S3Driver(Session):
             await self._fs.set_session()
             client = await self._fs.get_s3(arguments["Bucket"])
             action = getattr(client, method)
-            answer = await action(**self._fs._get_s3_method_kwargs(action, **arguments))
+            try:
+                answer = await action(**self._fs._get_s3_method_kwargs(action, **arguments))
+            except exceptions.ConnectionClosedError as error:
+                # aiohttp does not send a stream of bytes again to another address.
+                if "redirect" not in str(error.kwargs.get("error")):
+                    raise
+                refusal = {"Code": "PermanentRedirect", "Message": "the server names another one"}
+                raise exceptions.ClientError({"Error": refusal}, method) from error
             return answer if take is None else await take(answer)
 
         with self._gate.passing(sent_bytes + awaited_bytes):

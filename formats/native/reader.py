@@ -111,15 +111,19 @@ class Shards:
     def open_together(self, ranks: Sequence[int], name: str) -> None:
         """Opens the files of several ranks at the same time, on a server.
 
-        `shard` later raises the error of a file that cannot be opened.
+        Raises the error of the first one that cannot be opened.
         """
         if len(ranks) < 2 or self._reader.read_bytes <= LOCAL_READ_BYTES:
             return
         ranks = [rank for rank in ranks if rank not in self._opened and rank in self.files]
         if len(ranks) > 1:
             with Pool(min(OPENERS, len(ranks)), "ckpt-open") as pool:
-                wait([pool.submit(self.shard, rank, name) for rank in ranks], None, FIRST_EXCEPTION)
+                opening = [pool.submit(self.shard, rank, name) for rank in ranks]
+                wait(opening, None, FIRST_EXCEPTION)
                 pool.shutdown(cancel_futures=True)
+            for opened in opening:
+                if not opened.cancelled():
+                    opened.result()
 
     def base_file(self, place: Place, nbytes: int, where: str) -> str:
         """Returns the name, for this checkpoint's reader, of the base's file of a place.

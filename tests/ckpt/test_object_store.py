@@ -168,6 +168,20 @@ def test_a_refusal_tells_its_own_remedy_at_once(
 
 
 @pytest.mark.thorough
+def test_a_write_that_belongs_to_another_region_is_told_at_once(
+    store: Store, proxy: FaultProxy
+) -> None:
+    proxy.schedule = lambda one: Refusal(301, "PermanentRedirect") if one.method == "PUT" else None
+    for write in (
+        lambda: store.commit("data", b"x", replace=True),
+        lambda: put(store, "large"),
+    ):
+        with pytest.raises(StoreError, match=r"PermanentRedirect.*lies in another region"):
+            write()
+    assert store.unfinished() == []
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "code", ["BadDigest", "IncompleteBody", "RequestTimeout", "XAmzContentSHA256Mismatch"]
 )
@@ -212,6 +226,24 @@ def test_keys_that_were_replaced_are_read_again_from_their_source(
         with pytest.raises(AccessDeniedError, match="after they were read again"):
             store.commit("data", b"x", replace=True)
         assert proxy.count() == 2
+
+
+@pytest.mark.thorough
+def test_a_bucket_with_object_lock_takes_files_with_checksums(
+    proxy: FaultProxy, tmp_path: Path
+) -> None:
+    client, bucket = s3_client(proxy.server), "locked"
+    client.create_bucket(Bucket=bucket, ObjectLockEnabledForBucket=True)
+    rule = {"DefaultRetention": {"Mode": "GOVERNANCE", "Days": 1}}
+    lock = {"ObjectLockEnabled": "Enabled", "Rule": rule}
+    client.put_object_lock_configuration(Bucket=bucket, ObjectLockConfiguration=lock)
+    state = {"w": torch.zeros(17 << 20, dtype=torch.uint8)}  # in parts; the manifest in one
+    url, options = f"s3://{bucket}/{tmp_path.name}/step-1", dict(proxy.server.options)
+    with pytest.raises(StoreError, match=r"request_checksum_calculation.*when_supported"):
+        ckpt.save(url, state, storage_options=options)
+    options["config_kwargs"] = {"request_checksum_calculation": "when_supported"}
+    ckpt.save(url, state, storage_options=options)
+    assert ckpt.verify(url, storage_options=options).sound
 
 
 def test_an_upload_that_a_rule_of_the_bucket_has_aborted_is_a_named_error(

@@ -345,3 +345,16 @@ def test_what_is_denied_is_not_tried_again(
         assert outcome.error is not None
         assert "step-1" in outcome.error
         assert proxy.count() <= 10
+
+
+def test_a_file_that_cannot_be_opened_is_asked_for_once_in_a_load(
+    clusters: Callable, place: Place, proxy: FaultProxy
+) -> None:
+    url = f"{place.url}/step-1"
+    clusters(2).run(states.save, url, place.options, 1, {})
+    proxy.schedule = lambda one: Fault.DENIED if "safetensors" in one.target else None
+    target = {"model": states.whole(2), "step": 0}
+    with pytest.raises(ckpt.errors.AccessDeniedError, match=r"safetensors.*was denied"):
+        ckpt.load(url, target, storage_options=proxy.server.options)
+    asked = [one.request.target for one in proxy.seen if "safetensors" in one.request.target]
+    assert len(asked) == len({*asked})
