@@ -26,7 +26,17 @@ from formats.native.manifest import MANIFEST
 from formats.storage import Reader
 from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import Option, add_storage_options, mapping
-from tools.text import Meaning, age, coloured, columns, date, json_text, numbers, shortened
+from tools.text import (
+    Meaning,
+    age,
+    coloured,
+    columns,
+    date,
+    json_text,
+    numbers,
+    shortened,
+    versions_kept,
+)
 
 if TYPE_CHECKING:
     from ckpt.loading.newest import Committed
@@ -136,6 +146,8 @@ def _print_rows(options: Options, rows: Sequence[Row]) -> int:
         if options.verbose:
             for key, value in row.program.items():
                 print(f"    {printable(key)}: {shortened(_text(value))}")
+    if kept := versions_kept(options.url, mapping(options.storage_options)):
+        print(kept)
     return ExitCode.FINE
 
 

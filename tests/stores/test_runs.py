@@ -436,5 +436,6 @@ def test_the_commands_tell_of_the_old_versions_that_a_bucket_keeps(
     assert main(["rm", place.url, "--keep", "last=1", *options]) == 0
     said = r"the bucket keeps 4 old versions of files here, [0-9.]+ kB"
     assert re.search(said, capsys.readouterr().out)
-    assert main(["gc", place.url, *options]) == 0
-    assert re.search(said, capsys.readouterr().out)
+    for command in ("gc", "ls"):
+        assert main([command, place.url, *options]) == 0
+        assert re.search(said, capsys.readouterr().out)
