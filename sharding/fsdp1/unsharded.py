@@ -94,7 +94,8 @@ def _unsharded(
             parameters.hide()
         if writeback or not param_group.is_divided:  # undivided parameters have no other copy
             parameters.write_back(rank0_only)
-    parameters.check_gradients()
+    if writeback or not with_grads:
+        parameters.check_gradients()
 
 
 class UnshardedParameters:
@@ -110,7 +111,7 @@ class UnshardedParameters:
             self._buffer = self._buffer.to(torch.device("cpu"))
         self._shown: list[nn.Parameter] = []
         self._stray: list[str] = []
-        """The parameters with gradients that nobody asked for."""
+        """The parameters with gradients that the shards have no place for."""
 
     def show(self) -> None:
         """Puts the unsharded parameters into the modules."""
@@ -169,10 +170,11 @@ class UnshardedParameters:
         param_group.reshard()  # what a forward inside has gathered is not in the shards
         self._collect()
         for index, unsharded in enumerate(self._shown):
+            shown = self._gradients[index] if self._gradients is not None else None
+            if shown is None and unsharded.grad is not None:
+                self._stray.append(param_group.parameters[index].name)
             if self._gradients is not None:
                 self._gradients[index] = unsharded.grad
-            elif unsharded.grad is not None:
-                self._stray.append(param_group.parameters[index].name)
             _refuse_gradient(unsharded, param_group.parameters[index].name)
         param_group.whole = None
         if not param_group.form.use_orig_params:

@@ -277,12 +277,14 @@ class FSDPModule:
         """The former name of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None]) -> None:
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: object = None
+    ) -> None:
         """Calls `hook(reduced)` with the reduced gradients of a shard, flat, from now on.
 
         The hook may change the tensor in place, for example sum it over further ranks. Behind the
         gradients the tensor has one element for each parameter: positive if any rank has its
-        gradient.
+        gradient. `stream` has no effect: the hook runs in the stream of the reduction.
         """
         for param_group in _param_groups(self, recurse=False):
             cast(ChunkParamGroup, param_group).reduced_hook = hook

@@ -503,6 +503,11 @@ def lose_gradients(use_orig_params: bool, when: str) -> None:
             summon_full_params(model),
         ):
             model.module(x).sum().backward()
+        with (  # the shards have no gradients, in whose places these could be written
+            pytest.raises(MisuseError, match=r"gave gradients to 0.weight, .* no rank reduces"),
+            summon_full_params(model, with_grads=True),
+        ):
+            model.module(x).sum().backward()
         with summon_full_params(model):  # read inside, and dropped on purpose
             model.module(x).sum().backward()
             for parameter in model.parameters():
