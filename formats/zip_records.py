@@ -18,10 +18,9 @@ from __future__ import annotations
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from struct import Struct
 from struct import error as StructError
@@ -29,7 +28,7 @@ from struct import error as StructError
 from formats.catalog import Chunks, Extent
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 from formats.limits import check
-from formats.storage import Reader, read_again
+from formats.storage import Buffer, Reader, read_again
 
 ZIP_MAGIC = b"PK\x03\x04"
 """The first bytes of a zip."""
@@ -145,8 +144,7 @@ class Compressed:
     stored_bytes: int
     raw_bytes: int
     checksum: int
-    read: Callable[[int, int], bytes]
-    """Reads bytes of the file."""
+    reader: Reader
 
     def extent(self, chunks: Chunks) -> Extent:
         """Returns the extent with these chunks."""
@@ -154,24 +152,43 @@ class Compressed:
 
     def beginning(self, nbytes: int) -> bytes:
         """Returns the first decoded bytes, at most so many."""
-        stored = self.read(self.offset, min(self.stored_bytes, 2 * nbytes))
-        return self._inflated(memoryview(stored), nbytes)
+        stored = self.reader.read(self.file, self.offset, min(self.stored_bytes, 2 * nbytes))
+        try:
+            return self._inflated(stored, nbytes)
+        except zlib.error as error:
+            raise CorruptError(f"{self.file}: the record {self.name}: {error}") from None
 
     def decoded(self, stored: memoryview) -> bytes:
         """Returns all decoded bytes. Raises CorruptError unless length and CRC-32 are right."""
-        data = self._inflated(stored, self.raw_bytes)
-        if len(data) != self.raw_bytes or zlib.crc32(data) != self.checksum:
+        data = self._checked(stored)
+        if data is None:
+            place = self.file, self.offset, self.offset + self.stored_bytes
+            again = read_again(self.reader, place, bytes(stored), self._stored, self._is_right)
+            data = None if again is None else self._checked(again)
+        if data is None:
             raise CorruptError(
                 f"{self.file}: the record {self.name} does not decode to the bytes that were "
                 "written; restore the file from another copy"
             )
         return data
 
-    def _inflated(self, stored: memoryview, nbytes: int) -> bytes:
+    def _stored(self) -> bytes:
+        return self.reader.read(self.file, self.offset, self.stored_bytes)
+
+    def _is_right(self, stored: bytes) -> bool:
+        return self._checked(stored) is not None
+
+    def _checked(self, stored: Buffer) -> bytes | None:
+        """Returns all decoded bytes; None if their length or CRC-32 is wrong."""
         try:
-            return zlib.decompressobj(-zlib.MAX_WBITS).decompress(stored, max(1, nbytes))
-        except zlib.error as error:
-            raise CorruptError(f"{self.file}: the record {self.name}: {error}") from None
+            data = self._inflated(stored, self.raw_bytes)
+        except zlib.error:
+            return None
+        is_right = len(data) == self.raw_bytes and zlib.crc32(data) == self.checksum
+        return data if is_right else None
+
+    def _inflated(self, stored: Buffer, nbytes: int) -> bytes:
+        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(stored, max(1, nbytes))
 
 
 class Archive:
@@ -265,7 +282,7 @@ class Archive:
             return self.extent(name)
         at = self._window.offset + self._data(record, record.stored_bytes)
         sizes = record.stored_bytes, record.nbytes, record.checksum
-        return Compressed(name, self.file, at, *sizes, partial(self._window.reader.read, self.file))
+        return Compressed(name, self.file, at, *sizes, self._window.reader)
 
     def bytes_at(self, offset: int, nbytes: int) -> bytes:
         """Reads bytes of the file that lie inside the zip."""

@@ -352,7 +352,8 @@ class _Check:
     def _inflate(self, place: Compressed) -> None:
         """Decodes a compressed record, which compares its CRC-32."""
         check("chunk_bytes", place.raw_bytes, f"{place.file}: the compressed {place.name}")
-        place.decoded(memoryview(place.read(place.offset, place.stored_bytes)))
+        stored = place.reader.read(place.file, place.offset, place.stored_bytes)
+        place.decoded(memoryview(stored))
         self._checked_bytes += place.stored_bytes
         if self._progress is not None:
             self._progress(place.stored_bytes)

@@ -137,7 +137,7 @@ class FileCopier:
         records = []
         for plan in plans:
             copy = partial(written, plan)  # a record that began in a file before is not repeated
-            records.append(copy() if self.sums.has_open else repeated(self.sums, copy))
+            records.append(copy() if self.sums.has_open else repeated(copy, self.sums))
         return records
 
     def write_part(self, file: FileWriter, plan: FilePlan, offset: int) -> bytes:

@@ -206,7 +206,7 @@ class RangeReader:
         """`sums` decides on verification, and knows the reads of records by other readers."""
         policy = ReadPolicy.within(memory_budget(), reader) if policy is None else policy
         self._reader = self.reader = reader
-        self._sums = sums
+        self._sums = self.sums = sums
         self._policy = policy
         self._workers, self._limits = policy.workers, policy.limits
         self._unchanged, self._share = policy.unchanged, policy.share

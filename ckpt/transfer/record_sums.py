@@ -165,13 +165,14 @@ class ChangedOnTheWayError(CorruptError):
     """Bytes that several calls have read were changed on the way; they are right in the store."""
 
 
-def repeated(sums: RecordSums, work: Callable[[], T]) -> T:
+def repeated(work: Callable[[], T], *sums: RecordSums) -> T:
     """Does work that begins with no record open, again if the way to records has changed bytes."""
     for _ in range(LOOKS - 1):
         try:
             return work()
         except ChangedOnTheWayError:
-            sums.restart()
+            for one in sums:
+                one.restart()
     return work()
 
 

@@ -120,7 +120,7 @@ class LoadRun:
         Raises as `half_loaded` does, with the names of targets that were begun.
         """
         with half_loaded(self.touched):
-            repeated(source.sums, lambda: self._read_all(plan, source, stage_bytes))
+            repeated(lambda: self._read_all(plan, source, stage_bytes), source.sums)
 
     def _read_all(self, plan: LoadPlan, source: FileSource, stage_bytes: int) -> None:
         ranges = source.range_reader()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -238,6 +239,10 @@ READERS: dict[str, Callable[[str, Any, Path], Any]] = {
     "verify": lambda url, options, _: (
         ckpt.verify(url, storage_options=options).sound and ckpt.read(url, storage_options=options)
     ),
+    "diff": lambda url, options, folder: (
+        ckpt.diff(url, folder.parent / "ours", storage_options=options).equal
+        and ckpt.read(folder.parent / "ours")
+    ),
     "convert": lambda url, options, folder: (
         ckpt.convert(url, folder / "copy", storage_options=options) and ckpt.read(folder / "copy")
     ),
@@ -245,12 +250,13 @@ READERS: dict[str, Callable[[str, Any, Path], Any]] = {
 
 
 @pytest.mark.parametrize("compress", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("reader", ["read", "verify", thorough("open"), thorough("convert")])
+@pytest.mark.parametrize("reader", ["read", "verify", *map(thorough, ("open", "convert", "diff"))])
 def test_a_bit_that_the_network_flips_is_read_again_and_told(
     place: Place, proxy: FaultProxy, tmp_path: Path, reader: str, compress: bool
 ) -> None:
     url, state = f"{place.url}/step-1", states.whole(1)
     ckpt.save(url, state, storage_options=place.options, compress=compress)
+    ckpt.save(tmp_path / "ours", state)
     READERS[reader](url, proxy.server.options, tmp_path / "warm")
     requests = sum(reads_an_object(one.request) for one in proxy.seen)
     assert requests >= 3
@@ -287,7 +293,27 @@ def test_a_record_with_one_checksum_is_read_again_as_a_whole(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("way", ["convert", "load"])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_compressed_record_is_read_again(
+    place: Place, proxy: FaultProxy, tmp_path: Path, reader: str
+) -> None:
+    state = {"w": torch.arange(30_000.0)}
+    np.savez_compressed(tmp_path / "ours.npz", **{name: one.numpy() for name, one in state.items()})
+    ckpt.save(tmp_path / "ours", state)
+    with open_store(place.url, place.options) as store:
+        store.commit("step-1.npz", (tmp_path / "ours.npz").read_bytes(), replace=True)
+    url, options = f"{place.url}/step-1.npz", proxy.server.options
+    READERS[reader](url, options, tmp_path / "warm")
+    requests = [one for one in proxy.seen if reads_an_object(one.request)]
+    large = [number for number, one in enumerate(requests) if one.sent_bytes > 30_000]
+    proxy.schedule = nth(large[-1], Fault.FLIP_ANSWER, reads_an_object)
+    with pytest.warns(ckpt.errors.WireWarning, match="were right when read again"):
+        found = READERS[reader](url, options, tmp_path / "again")
+    assert torch.equal(found["w"], state["w"])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", ["convert", "load", "verify", "diff"])
 def test_a_record_that_several_calls_read_is_read_again_from_the_begin(
     place: Place,
     proxy: FaultProxy,
@@ -296,6 +322,7 @@ def test_a_record_that_several_calls_read_is_read_again_from_the_begin(
     way: str,
 ) -> None:
     monkeypatch.setenv("CKPT_MEMORY_BUDGET", str(8 << 20))
+    monkeypatch.setattr("ckpt.checking.diff.BLOCK_BYTES", 2 << 20)
     state = {"w": torch.arange(2_500_000.0).reshape(2500, 1000)}
     ckpt.save(tmp_path / "ours", state)
     url, options = f"{place.url}/step-1.pt", proxy.server.options
@@ -305,6 +332,12 @@ def test_a_record_that_several_calls_read_is_read_again_from_the_begin(
         if way == "convert":
             ckpt.convert(url, folder, storage_options=options)
             return ckpt.read(folder)
+        if way == "verify":
+            assert ckpt.verify(url, storage_options=options).sound
+            return state
+        if way == "diff":
+            assert ckpt.diff(url, tmp_path / "ours", storage_options=options).equal
+            return state
         target = {"w": torch.zeros(2500, 1000, dtype=torch.float64)}
         return ckpt.load(url, target, dtype="target", storage_options=options)
 
