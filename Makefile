@@ -32,7 +32,7 @@ export PYTHONDONTWRITEBYTECODE =
 .PHONY: check format bench bench-gpu clean
 
 help:
-	@echo 'make demo       train on 4 ranks, kill, resume on 2 and 3 with other runtimes, convert'
+	@echo 'make demo       train on 4 ranks, kill, resume on 2 and 3 with other runtimes, convert, find damage'
 	@echo 'make test       the quick tests and the examples in docstrings (a few minutes)'
 	@echo 'make test-all   more cases of the same tests: what CI runs'
 	@echo 'make check      before a proposal: ruff, mypy, import contracts, then make test'

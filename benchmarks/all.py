@@ -3,10 +3,11 @@
     python benchmarks/all.py --short
     python benchmarks/all.py --write-table
     python benchmarks/all.py --write-table --only save load
+    python benchmarks/all.py --only save load --world-size 2 --disk /dev/shm
 
 The first takes some minutes: a small state, two ranks, few rounds, so fixed costs weigh more than
-in the tables. Keep the machine quiet for the half hour that the second takes. `train.py` and
-`state_dicts.py` write their own tables.
+in the tables. Keep the machine quiet for the half hour that the second takes. The last prints the
+row of the project's README in two minutes. `train.py` and `state_dicts.py` write their own tables.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ def main() -> None:
     parser.add_argument(
         "--gib", type=float, default=report.GIB, help=f"size of the state, by default {report.GIB}"
     )
+    parser.add_argument("--world-size", type=int, nargs="+", help="by default 1 2 4")
     parser.add_argument("--rounds", type=int, default=5, help="by default 5")
     given = parser.parse_args()
     heading = report.machine()
@@ -105,6 +107,8 @@ def main() -> None:
     tmpfs = given.tmpfs if os.path.isdir(given.tmpfs) else given.disk
     disk = None if given.short or tmpfs == given.disk else given.disk
     options = report.Options(tmpfs, gib=given.gib, rounds=given.rounds)
+    if given.world_size is not None:
+        options = replace(options, world_sizes=tuple(given.world_size))
     if given.short:
         options = report.Options(tmpfs, (2,), 1 / 8, 3, short=True)
     for name in given.only:

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 import ckpt
 from formats.native.manifest import MANIFEST, load
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+# At the end: benchmarks and examples have files of the same names.
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
 
 import gpt
 import text

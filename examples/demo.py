@@ -1,4 +1,4 @@
-"""The main job, end to end: train on 4 ranks, be killed, go on with 2, then 3, convert, generate.
+"""The main job, end to end: train on 4 ranks, be killed, go on with 2 and 3, convert, find damage.
 
 Each time with another runtime: torch's FSDP2, then this repository's wrapper class, then its
 `fully_shard`. Last, the three of them train side by side and resume what the others saved.
@@ -25,9 +25,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,6 +245,7 @@ def tell(folder: Path) -> None:
         run([*command, "--runtime", "fully_shard", "--losses", "3-ranks.jsonl"], folder)
         third = Curve.read(folder / "3-ranks.jsonl", half + 1, STEPS)
         outcome.append(compared(third, reference))
+        outcome += pictures(reference, (first, second, third))
 
     with report.part(f"2 ranks, 3 runtimes: each saves at {EACH}, the others resume") as outcome:
         run(torchrun(2, "runtimes.py", "--steps", str(STEPS), "--each", str(EACH)), folder)
@@ -277,6 +279,43 @@ def tell(folder: Path) -> None:
     with report.part("ckpt convert hf back --to ckpt; ckpt diff model.safetensors back") as outcome:
         ckpt(folder, "convert", "hf", "back", "--to", "ckpt")
         outcome += ckpt(folder, "diff", "model.safetensors", "back")[-1:]
+
+    with report.part("one bit of the checkpoint flips; ckpt verify run") as outcome:
+        shard = max((folder / "run").glob("*.safetensors"), key=lambda path: path.stat().st_size)
+        flip_a_bit(shard)
+        command = [sys.executable, "-m", "ckpt", "verify", "run"]
+        ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        if ended.returncode == 0 or shard.name not in ended.stdout:
+            raise DemoError(f"`ckpt verify` did not find the flipped bit:\n{ended.stdout}")
+        outcome += textwrap.wrap(ended.stdout.splitlines()[0], 90, break_long_words=False)
+
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def pictures(reference: Curve, parts: Sequence[Curve]) -> list[str]:
+    """Two lines with the losses of each second step as bars: of one process, and of the parts."""
+    low, high = min(reference.losses.values()), max(reference.losses.values())
+
+    def bars(curve: Curve, first: int, last: int) -> str:
+        shares = [
+            (loss - low) / (high - low)
+            for step, loss in curve.losses.items()
+            if step % 2 and first < step <= last
+        ]
+        return "".join(BARS[round(min(max(share, 0), 1) * (len(BARS) - 1))] for share in shares)
+
+    ends = [(SAVE_EVERY * at, SAVE_EVERY * (at + 1)) for at in range(len(parts))]
+    whole = "|".join(bars(reference, *end) for end in ends)
+    divided = "|".join(bars(part, *end) for part, end in zip(parts, ends, strict=True))
+    return [f"loss of 1 process       {whole}", f"loss of 4, 2, 3 ranks   {divided}"]
+
+
+def flip_a_bit(path: Path) -> None:
+    """Changes one bit in the middle of a file, as a failing disk does."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 def compared(curve: Curve, reference: Curve) -> str:

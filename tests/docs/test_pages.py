@@ -161,6 +161,22 @@ def test_the_blocks_of_a_page_run_as_they_are_pasted(
     assert ended.returncode == 0, f"{output}{errors}"
 
 
+@pytest.mark.slow
+def test_the_command_that_prints_the_seconds_of_readme_exists_with_its_options() -> None:
+    readme = PAGES[0].read_text()
+    (command,) = re.findall(r"^`python (benchmarks/.*?)` prints", readme, re.MULTILINE)
+    ended = subprocess.run(
+        [sys.executable, *command.split(), "--help"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert set(re.findall("--[a-z-]+", command)) <= set(re.findall("--[a-z-]+", ended.stdout))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_code_of_a_page_compiles_and_names_nothing_that_ckpt_lacks(page: Path) -> None:
     text = page.read_text()
