@@ -100,7 +100,7 @@ class ArgumentTypeError(ArgumentError, TypeError):
 
 
 class MisuseError(CkptError, RuntimeError):
-    """A call does not fit the state of a module, a device or the ranks."""
+    """A call at the wrong moment, such as a save on a read-only run."""
 
     kind = "misuse"
 
@@ -170,7 +170,7 @@ class TransferError(CkptError, RuntimeError):
 
 
 class RankError(CkptError):
-    """Another rank failed; every rank raises. `rank`, `error` and `message` tell of its error."""
+    """Another rank failed; every rank raises. `rank`, `error` and `message` describe its error."""
 
     kind = "rank"
     touched: tuple[str, ...] = ()

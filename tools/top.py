@@ -248,7 +248,7 @@ def _cells(one: Checkpoint) -> tuple[str, ...]:
 def _later(one: UnderWay, checkpoints: Sequence[Checkpoint]) -> str | None:
     """Returns a checkpoint that was committed after the last write of one without a manifest.
 
-    A run saves in order: such files are no save, but a removal under way, or a killed save's.
+    A run saves in order, so these files belong to a removal under way or to a killed save.
     """
     is_whole = one.attempt and all(file.phase == "written" for file in one.files)
     if not is_whole or one.is_committing or not one.changed:

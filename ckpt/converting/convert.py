@@ -182,9 +182,9 @@ def convert(
         max_shard_bytes: the largest size of the files of `hf` and, without `kind`, of `ckpt`; 5 GB
             by default. A larger tensor has a file of its own.
         overwrite: replaces the target: a file, a checkpoint of ckpt's own format, or, for `hf` and
-            `dcp`, a folder with all its content, unless it holds several checkpoints. A link is
-            replaced itself. A pipe, a device, or a file that the source or another checkpoint needs
-            is never replaced.
+            `dcp`, a folder with all its content, unless it holds several checkpoints. Of a
+            link, only the link is replaced. A pipe, a device, or a file that the source or another
+            checkpoint needs is never replaced.
         allow_loss: converts also if weights of the source are left out or change their dtype: an
             object that hides tensors, a file that was not read, a dtype that the format lacks.
             `ConvertReport.lost` names them. By default this is an error.

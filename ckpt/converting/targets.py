@@ -6,8 +6,8 @@ Rules:
    file or folder at the target stays, also if it appears during the conversion. A disk guarantees
    this. A server with conditional requests guarantees it for files of one request; for other files
    the conversion looks just before it writes (docs/stores.md).
-2. With `overwrite` a file replaces a file and a folder replaces a folder. A link to one is replaced
-   itself. Pipes and devices are never replaced.
+2. With `overwrite` a file replaces a file and a folder replaces a folder. Of a link, only the
+   link is replaced. Pipes and devices are never replaced.
 3. A conversion never removes a checkpoint other than the replaced one: not the source or its base,
    not a file that the manifest beside it names, not other checkpoints in a folder.
 4. A folder of a format other than ckpt's is written under another name beside the target, and

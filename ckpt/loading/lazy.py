@@ -76,8 +76,9 @@ def open(
     One process can call this; no process group is involved.
 
     Args:
-        mapping, parameters: changes of names and shapes, as for `ckpt.convert`. Of a training's
-            folder they take the weights. A handle reads only the bytes that its elements need.
+        mapping, parameters: changes of names and shapes, as for `ckpt.convert`. For a
+            folder of a training they apply to its weights. A handle reads only the bytes that its
+            elements need.
         verify: True compares the checksum of each chunk that a read touches, and so reads whole
             chunks of 64 KiB. False reads the exact bytes. torch.save and DCP have one checksum for
             a whole storage or chunk: True compares it if a read covers all of it, and the first

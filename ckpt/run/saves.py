@@ -90,7 +90,9 @@ def checked_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
         raise ArgumentTypeError(f"metadata is {metadata!r:.80}; give a dict of texts")
     own = {STEP, METRICS, PROVENANCE, BEGAN, ORDER, HOSTS} & metadata.keys()
     if own:
-        raise ArgumentError(f"metadata has {min(own)!r}, a key of the run's own; take another")
+        raise ArgumentError(
+            f"metadata has the key {min(own)!r}, which the run itself writes; give another key"
+        )
     return metadata
 
 

@@ -66,7 +66,7 @@ class Unchanged(Enum):
     SKIP = "skip"
     """Each is hashed, and is read if it differs."""
     PROBE = "probe"
-    """As SKIP, until a range shows that it has changed (rule 2)."""
+    """As SKIP, until a chunk differs; the rest is read (rule 2)."""
 
     @classmethod
     def of(cls, word: str, is_far_live: bool) -> Unchanged:
