@@ -271,7 +271,7 @@ class Note:
     """The name of the process group."""
     text: str
     digest: str
-    """The hash of the composition."""
+    """The hash of the composition; empty if the rank has failed before its exchange."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +306,14 @@ def report(shard_group: ShardGroup, missed: Missed, error: BaseException) -> Tra
     )
 
 
+def leave_failure(shard_group: ShardGroup, error: Exception) -> None:
+    """Leaves a note of an error that keeps this rank from an exchange in which others wait."""
+    if shard_group.group is not None:
+        text = f"{type(error).__name__}: {error}"
+        with suppress(RuntimeError, ValueError):  # the store is lost: others name no cause
+            _leave(_store(), dist.get_rank(), Note(shard_group.group.group_name, text, ""))
+
+
 def report_unlike(shard_group: ShardGroup, composition: Composition) -> TransferError:
     """Returns the error for a rank that found that other ranks took part in another collective.
 
@@ -338,6 +346,8 @@ def _told(rank: int, note: Note | None, mine: Note) -> str:
             f"Rank {rank} has left no note of its wait within {ANSWER_SECONDS:g} s: it has ended, "
             "or is busy elsewhere."
         )
+    if not note.digest:
+        return f"Rank {rank} has failed with {note.text}."
     where = "" if note.group == mine.group else f" (in process group {note.group})"
     unlike = ""
     if note.text.partition(" for ")[0] == mine.text.partition(" for ")[0]:
@@ -359,7 +369,7 @@ def _exchanged(here: int, asked: list[int], note: Note) -> dict[int, Note]:
             return found
         mine, until = _read(store, here), monotonic()
         if mine is None or mine.group != note.group:  # the note of the first failure stays
-            store.set(f"{_KEY}{here}", json.dumps(asdict(note)))
+            _leave(store, here, note)
             until += ANSWER_SECONDS
         while True:
             for rank in asked:
@@ -370,6 +380,11 @@ def _exchanged(here: int, asked: list[int], note: Note) -> dict[int, Note]:
                 return found
             sleep(_POLL_SECONDS)
     return found
+
+
+def _leave(store: Store | None, here: int, note: Note) -> None:
+    if store is not None:
+        store.set(f"{_KEY}{here}", json.dumps(asdict(note)))
 
 
 def _read(store: Store, rank: int) -> Note | None:

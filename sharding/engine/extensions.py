@@ -86,7 +86,7 @@ def settled(param_group: ParamGroup) -> list[ParamGroup]:
     ):
         return [param_group]
     if all(parameter.param_group is param_group for parameter in param_group.parameters):
-        param_group.take_over_replaced()
+        param_group.settle_replaced()
         hooked = [p for p in param_group.parameters if is_hooked(p.sharded, p.name)]
         taken = {id(parameter) for parameter in hooked}
         plain = [p for p in param_group.parameters if id(p) not in taken]

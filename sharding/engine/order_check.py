@@ -31,7 +31,7 @@ from sharding.engine.composition import Composition, Item, Purpose, ShardGroup
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.transport import transport_between
 from sharding.engine.unit import Unit, units_of
-from sharding.errors import MisuseError, listed
+from sharding.errors import MisuseError, RankError, listed
 
 Row = tuple[str, dict[str, object]]
 """A tensor's name, and its properties that are equal on all ranks."""
@@ -60,14 +60,20 @@ def check_replicas(root: Unit) -> None:
 
 
 def check_same(
-    things: str, rows: Sequence[Row], among: Sequence[ShardGroup], device: torch.device
+    things: str,
+    rows: Sequence[Row],
+    among: Sequence[ShardGroup],
+    device: torch.device,
+    failure: Exception | None = None,
 ) -> None:
     """Raises MisuseError on all ranks if one of them has other rows. All of them call it; waits.
 
     `among` are one group, or the two groups of a grid of ranks. `things` names the rows in
-    messages. Rows travel only if they differ.
+    messages. Rows travel only if they differ. A `failure` of this rank takes the place of its
+    rows: it is raised here, and a RankError with its text on the other ranks.
     """
-    number, same = _hash(rows), True
+    failed = None if failure is None else (type(failure).__name__, str(failure))
+    number, same = _hash(failed or rows), failure is None
     for shard_group in among:  # the second exchange has a hash of the first one's results
         mine = torch.tensor([number], dtype=torch.int64, device=device)
         places = [[torch.empty_like(mine)] for _ in range(shard_group.size)]
@@ -79,15 +85,22 @@ def check_same(
         number = _hash(numbers)
     if same:
         return
-    everyone = [(dist.get_rank(), list(rows))]
+    everyone = [(dist.get_rank(), list(rows), failed)]
     for shard_group in among:
-        gathered: list[list[tuple[int, list[Row]]]] = [[] for _ in range(shard_group.size)]
+        gathered: list[list[_Answer]] = [[] for _ in range(shard_group.size)]
         dist.all_gather_object(gathered, everyone, group=shard_group.group)
         everyone = [each for some in gathered for each in some]
-    in_order = sorted(everyone, key=lambda each: each[0])
+    if failure is not None:
+        raise failure
+    for rank, _, told in everyone:
+        if told is not None:
+            raise RankError(f"the comparison of {things}", rank, *told)
+    in_order = sorted(((rank, each) for rank, each, _ in everyone), key=lambda each: each[0])
     raise MisuseError(f"{_difference(things, in_order)}; {_ADVICE}")
 
 
+_Answer = tuple[int, list[Row], tuple[str, str] | None]
+"""A rank with its rows, or with its failure: the name and text of an error."""
 _KEY = int.from_bytes(blake2b(b"comparison", digest_size=8).digest(), "little")
 """The key of comparisons in tags: ranks whose units differ exchange their hashes all the same."""
 _ADVICE = (
@@ -105,18 +118,22 @@ def _check_units(root: Unit, of_replicas: bool) -> None:
     names = Names(root)
     rows: dict[ShardGroup, list[Row]] = {}
     devices: dict[ShardGroup, torch.device] = {}
+    failures: dict[ShardGroup, Exception] = {}
     for unit in units_of(root.modules):
         for param_group in unit.param_groups:
             groups = param_group.groups
             among = groups.replicate if of_replicas else groups.shard
             if among.size > 1:
-                if not param_group.is_gathered:
-                    param_group.take_over_replaced()
+                try:
+                    if not param_group.is_gathered:
+                        param_group.take_over_replaced()
+                except Exception as error:  # the other ranks wait in the comparison
+                    failures.setdefault(among, error)
                 rows.setdefault(among, []).extend(_rows(unit, param_group, names))
                 devices.setdefault(among, param_group.device)
     for among, found in rows.items():
         things = f"sharded parameters of {names.unit(root)}"
-        check_same(things, found, [among], devices[among])
+        check_same(things, found, [among], devices[among], failures.get(among))
 
 
 def _rows(unit: Unit, param_group: ParamGroup, names: Names) -> list[Row]:

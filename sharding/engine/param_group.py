@@ -28,7 +28,15 @@ from functools import partial
 import torch
 from torch import nn
 
-from sharding.engine.composition import Composition, GroupTags, HybridGroups, Item, Purpose, key_of
+from sharding.engine.composition import (
+    Composition,
+    GroupTags,
+    HybridGroups,
+    Item,
+    Purpose,
+    key_of,
+    leave_failure,
+)
 from sharding.engine.parameter import (
     ChunkPacking,
     FlatPacking,
@@ -126,6 +134,14 @@ class ParamGroup(ABC):
 
         Raises ArgumentTypeError or RuntimeError for a tensor that cannot take its place.
         """
+
+    def settle_replaced(self) -> None:
+        """Calls `take_over_replaced`; leaves its error to the ranks that wait for this one."""
+        try:
+            self.take_over_replaced()
+        except Exception as error:
+            leave_failure(self.groups.shard, error)
+            raise
 
     @abstractmethod
     def _pack(self) -> ChunkPacking | FlatPacking:
@@ -230,7 +246,7 @@ class ParamGroup(ABC):
                 "job again; the shards can still be saved"
             ) from self._error
         if not self.is_gathered:
-            self.take_over_replaced()
+            self.settle_replaced()
             self._gathered_versions = self.versions()
             self._all_gather = self._gather(batch)
 

@@ -178,7 +178,7 @@ class _Hooks:
             if own.param_group in _shown:
                 continue
             own.param_group.reshard()
-            own.param_group.take_over_replaced()
+            own.param_group.settle_replaced()
             if self._kind is StateDictType.FULL_STATE_DICT:
                 if self._is_kept:
                     self._show(own.param_group)
@@ -296,10 +296,12 @@ class _Hooks:
         self._own, self._filled = own_keys(entry_point), []
         if self._kind is StateDictType.LOCAL_STATE_DICT:
             _check_local(entry_point.owner, state, prefix, metadata)
+        if self._kind is not StateDictType.LOCAL_STATE_DICT and not entry_point.unit.summoned:
+            check_units(module)
         for own in self._own:
             if own.param_group not in _shown:  # else an outer instance has it unsharded
                 own.param_group.reshard()
-                own.param_group.take_over_replaced()
+                own.param_group.settle_replaced()
         if entry_point.prefix:
             for key in [key for key in state if key.startswith(prefix)]:
                 if not key.startswith(inside):
@@ -307,8 +309,6 @@ class _Hooks:
         if self._kind is StateDictType.LOCAL_STATE_DICT:
             self._fill_flat(state, inside)
             return
-        if not entry_point.unit.summoned:
-            check_units(module)
         if self._kind is StateDictType.SHARDED_STATE_DICT and not entry_point.unit.summoned:
             for own in self._own:
                 self._filled.append(state_key(inside + own.param_group.form.name))

@@ -104,7 +104,7 @@ class UnshardedParameters:
     def __init__(self, param_group: FlatParamGroup, with_grads: bool, to_cpu: bool) -> None:
         self._param_group = param_group
         param_group.reshard()
-        param_group.take_over_replaced()
+        param_group.settle_replaced()
         self._buffer = param_group.fetch()
         self._gradients = _unsharded_gradients(param_group) if with_grads else None
         if to_cpu:

@@ -42,7 +42,7 @@ from sharding.engine.composition import (
     key_of,
     tag_of,
 )
-from sharding.errors import MisuseError, TransferError
+from sharding.errors import CkptError, MisuseError, TransferError
 from sharding.wrap import ModuleWrapPolicy
 
 SECONDS = 5.0
@@ -424,6 +424,55 @@ def test_units_that_differ_are_an_error_with_the_names_before_anything_travels(
                 layer = f"blocks.{other}.layer"
                 has = f"rank {rank} has {layer}.weight, {layer}.bias, which rank {other} lacks"
                 assert has in text, use
+
+
+def replaced_on_one_rank(group_of: Callable[[], dist.ProcessGroup], steps: int) -> list[str]:
+    """By use, the error after rank 0 has put a tensor of another shape into the first block."""
+    found = []
+    for door in ("fully_shard", "wrapper with original parameters"):
+        for name in USES if door in FLAT else ("forward",):
+            net = Net(blocks=2)
+            model = sharded(door, net, group_of(), {})
+            for _ in range(steps):
+                model(torch.ones(2, 16)).sum().backward()
+            if dist.get_rank() == 0:
+                weight = nn.Parameter(torch.ones(3, 4))
+                net.blocks[0].layer.register_parameter("weight", weight)
+            with pytest.raises(CkptError) as caught:
+                USES[name](model)
+            found.append(f"{type(caught.value).__name__}: {caught.value}")
+            dist.barrier()  # the group can still be used
+    return found
+
+
+def replaced_before_a_step() -> list[str]:
+    return replaced_on_one_rank(lambda: dist.group.WORLD, 0)
+
+
+def replaced_after_a_step() -> list[str]:
+    warm_up("fully_shard")
+    return replaced_on_one_rank(own_group, 1)
+
+
+def test_a_parameter_of_another_shape_on_one_rank_is_an_error_with_its_number_on_all(
+    clusters: Callable[..., Any],
+) -> None:
+    first, second = clusters(2).run(replaced_before_a_step)
+    assert len(first) == 1 + len(USES)
+    for own, told in zip(first, second, strict=True):
+        assert "layer.weight" in own
+        assert told.startswith("RankError: the comparison of sharded parameters of the root ")
+        assert told.endswith(f"failed on rank 0 with {own}")
+
+
+@pytest.mark.slow
+def test_a_parameter_of_another_shape_after_a_step_is_named_when_the_wait_is_over(
+    doomed_cluster: Callable[..., Any],
+) -> None:
+    first, second = doomed_cluster(2).run(replaced_after_a_step)
+    for own, told in zip(first, second, strict=True):
+        assert told.startswith("TransferError: rank 1 waited in the all-gather of ")
+        assert f"Rank 0 has failed with {own}." in told
 
 
 def other_shards() -> list[str]:
