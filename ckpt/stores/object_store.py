@@ -57,6 +57,8 @@ _log = logging.getLogger("ckpt.stores")
 
 DELETES = 8
 """Requests to delete files that are under way at the same time."""
+TRIAL_SECONDS = 5.0
+"""The deadline of the first copy on the server."""
 CANCEL_SECONDS = 10.0
 """The deadline of an abort after a failure or an interrupt, which waits for it."""
 
@@ -432,10 +434,18 @@ class ObjectStore(ConditionalWrites, OverNetwork):
             found: tuple[object, str] | None = None if place is None else place(file)
             return None if found is None or found[0] is not driver.session else found[1]
 
+        can_copy = False
+
         def copy_part(upload_id: str, number: int, source: str, lo: int, hi: int) -> Any:
+            nonlocal can_copy
             assert isinstance(driver, CopyingDriver)
             request = partial(driver.copy_part, path, upload_id, number, source, lo, hi)
-            return send(f"copying part {number} of", request)
+            # A server that cannot copy may say so as one that is busy: the bytes are then read.
+            most = policy.deadline_seconds if can_copy else TRIAL_SECONDS
+            patience = replace(policy, deadline_seconds=min(most, policy.deadline_seconds))
+            tag = self._try(f"copying part {number} of", name, request, patience, stopped.is_set)
+            can_copy = True
+            return tag
 
         requests = UploadRequests(
             path_of=path_of,

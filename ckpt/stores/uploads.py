@@ -45,6 +45,8 @@ LATER_FACTOR = 8
 MOST_BUFFERS = 8
 COPIED_PART_BYTES = 256 << 20
 """The most bytes of a part that the server copies, so that its answer comes in time."""
+LEAST_COPIED_BYTES = 5 << 20
+"""The server copies longer runs than these: each is a part, and S3 has no smaller ones."""
 
 Memory = mmap | bytes
 """The memory of a part: mapped, so that a small file does not touch all of a large part."""
@@ -142,7 +144,7 @@ class Upload:
                 self._total += hi - lo
                 return True
         least = self._part_sizes.least_bytes
-        if hi - lo <= least or 0 < self._filled < least:
+        if hi - lo <= LEAST_COPIED_BYTES or 0 < self._filled < least:
             return False
         self._end_copied()
         if self._filled:
