@@ -240,6 +240,7 @@ class HttpClient:
                 yield response
                 is_whole = response.isclosed() and connection.sock is not None
             except BaseException:
+                response.close()  # the connection does not know an answer that is its last one
                 connection.close()
                 raise
             with self._lock:

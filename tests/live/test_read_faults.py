@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -253,6 +254,7 @@ ANSWERS = {
     "no JSON": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi",
     "another object": b'HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n{"a":1}',
     "half an answer": b"HTTP/1.1 200 OK\r\nContent-Length: 70\r\n\r\n{",
+    "half of a last answer": b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 70\r\n\r\n{",
     "an end": b"",
     "an endless head": b"HTTP/1.1 200 OK\r\n" + b"A: " + b"a" * 100_000,
     "a size below zero": b"HTTP/1.1 200 OK\r\nContent-Length: -3\r\n\r\n{}",
@@ -279,6 +281,8 @@ def test_another_program_at_the_address_is_a_named_error(answer: str) -> None:
         with pytest.raises((ckpt.ProtocolError, ckpt.UnreachableError)) as raised:
             ckpt.load(url, target())
         assert "127.0.0.1" in str(raised.value)
+        del raised
+        gc.collect()  # an answer that is still open would be a ResourceWarning
         listener.shutdown(socket.SHUT_RDWR)
     server.join(60)
 
