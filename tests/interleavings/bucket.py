@@ -80,12 +80,14 @@ class Bucket:
         scheduler: Callable[[], Scheduler | None],
         changed: Callable[[str, str], None],
         clock: Callable[[], float],
+        process: Callable[[], str],
         conditions: Conditions = Conditions.HONOURED,
     ) -> None:
         self.objects: dict[str, Stored] = {}
         self.is_late = False
         """Whether the network may carry out a request late."""
         self._scheduler, self._changed, self._clock = scheduler, changed, clock
+        self._process = process
         self._conditions = conditions
         self._late = 0
         self._number = next(_numbers)
@@ -95,9 +97,8 @@ class Bucket:
         return {path: one.data for path, one in self.objects.items()}
 
     def server(self) -> str:
-        """Each process of a run learns for itself whether the server honours conditions."""
-        actor = current()
-        return f"server {self._number} of {actor.process.name if actor else 'nobody'}"
+        """Each process learns for itself whether the server honours conditions."""
+        return f"server {self._number} of {self._process()}"
 
     def list_folder(self, folder: str) -> list[ObjectInfo]:
         prefix, reached = f"{folder.rstrip('/')}/", ""

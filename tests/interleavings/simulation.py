@@ -82,7 +82,7 @@ class World:
         self.bucket: Bucket | None = None
         self.disk: Disk | None = None
         if isinstance(store, Conditions):
-            self.bucket = Bucket(lambda: self.scheduler, changed, clock, store)
+            self.bucket = Bucket(lambda: self.scheduler, changed, clock, lambda: here().name, store)
         else:
             self.disk = Disk(self._before, changed, clock, seed)
         root = ROOT if self.bucket is None else f"{SCHEME}://bucket"

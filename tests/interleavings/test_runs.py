@@ -98,14 +98,6 @@ FOUND = {
         "reader*2, saver*3, answered, saver*5, answered, saver*2, saver's removals*16, "
         "answered, saver's removals*4, answered, saver's removals*2, saver"
     ),
-    "a manifest that the test of a server brings back counts for nothing": (
-        "a_job_that_takes_the_run_over|IGNORED|1008|older, answered, older*4, answered, older, "
-        "answered, reader*11, newer*18, answered, newer, answered, newer*10, answered, newer*4, "
-        "answered, newer*7, dropped, newer*7, answered, newer, newer's removals*4, answered, "
-        "newer's removals, answered, newer's removals, answered, newer's removals*3, answered, "
-        "newer's removals, answered, newer's removals, answered, newer's removals, answered, "
-        "newer's removals, newer, older"
-    ),
     "a job on a disk looks for another owner after the last flush": (
         "a_job_that_takes_the_run_over|disk|27|older*27, reader*16, newer*92, older*5"
     ),
