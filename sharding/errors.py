@@ -169,6 +169,10 @@ class TransferError(CkptError, RuntimeError):
     kind = "transfer"
 
 
+ENDED, LATE = "ProcessEnded", "TimeoutError"
+"""The names of the errors of ranks that cannot send their own, in a `RankError`."""
+
+
 class RankError(CkptError):
     """Another rank failed; every rank raises. `rank`, `error` and `message` describe its error."""
 

@@ -724,14 +724,14 @@ MUTATIONS = (
     ),
     Mutation(
         "run: the seconds between saves begin anew",
-        "saves.is_retrying, self._began = False, time.monotonic()",
-        "saves.is_retrying = False",
+        "self._saves.is_retrying, self._began = False, time.monotonic()",
+        "self._saves.is_retrying = False",
         "run/checkpointer",
     ),
     Mutation(
         "run: steps are decided anew after a restore",
-        "self._saves.last_step, self._decided = restored, None",
-        "self._saves.last_step = restored",
+        "self._decided, self._exchange_at = None, 0",
+        "self._exchange_at = 0",
         "run/checkpointer",
     ),
     Mutation(

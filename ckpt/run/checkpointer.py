@@ -3,8 +3,8 @@
 Rules:
 
 1. All ranks call the same methods at the same steps. They agree on all facts that only one rank
-   knows: its signals, its clock, the end of its last save (`ckpt.run.policy`).
-2. This class decides at which steps to save, and where; `ckpt.run.saves` does it.
+   knows: its signals, its clock, the end of its last save (`ckpt.run.due`).
+2. This class decides where to save; `ckpt.run.saves` does it.
 3. A restore takes the newest sound step of all tiers, the same on all ranks.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,8 +32,8 @@ from ckpt.errors import (
 from ckpt.loading.fallback import load_or_older
 from ckpt.loading.load import LoadOptions, Patterns, load_once, load_options
 from ckpt.mapping.changes import MappingName
+from ckpt.run.due import Due, Schedule
 from ckpt.run.exchange import RunRanks
-from ckpt.run.failures import Failures, OnFailure
 from ckpt.run.history import (
     END_OF_STEPS,
     METRICS,
@@ -46,8 +45,8 @@ from ckpt.run.history import (
 )
 from ckpt.run.local_tier import LocalOptions, LocalTier, local_options
 from ckpt.run.memory_tier import Memory, MemoryTier
-from ckpt.run.policy import Keep, Schedule, best_first, next_exchange
-from ckpt.run.saves import LastGiven, PreemptionSignals, RunSaves, SaveArguments, checked_metadata
+from ckpt.run.policy import Failures, Keep, OnFailure, best_first
+from ckpt.run.saves import LastGiven, RunSaves, SaveArguments, checked_metadata
 from ckpt.saving.agreement import StoredDtypes
 from ckpt.saving.staging import COPIED, When
 from ckpt.state.patterns import Rename
@@ -169,25 +168,15 @@ class Checkpointer(Uncopied):
             raise ArgumentError(
                 "read_only=True reads the folder of the run; omit local= and memory="
             )
-        self._signals = PreemptionSignals(() if read_only else signals)
         self._saves = RunSaves(self._arguments, self._ranks, self._keep, self._failures)
+        self._due = Due(self._schedule, () if read_only else signals, self._ranks, self._saves)
         self._is_restored = self._is_closed = False
         self._is_read_only = self._saves_nothing = read_only
         self._saves_on_exception = save_on_exception and not read_only
         self._given: LastGiven | None = None
         """The state to save after an exception, inside of the `with` block."""
-        self._preempted_by: int | None = None
-        """The signal that the ranks have agreed on."""
         self._is_ending = False
         """Whether an exception has ended the loop."""
-        self._is_asked = False
-        """Whether the program has asked about the signal, and so ends its loop itself."""
-        self._decided: tuple[int, bool] | None = None
-        """The last step passed to `should_save`, and the answer."""
-        self._exchange_at = 0
-        self._exchanged = (0, time.monotonic())
-        self._began = time.monotonic()
-        """The time when the last save began."""
         self._local: LocalTier | None = None
         self._memory: MemoryTier | None = None
         how = (blocking, staging, compress, replicas, on_failure, memory, save_on_exception)
@@ -198,7 +187,7 @@ class Checkpointer(Uncopied):
             options = local_options(local, local_every_steps, local_keep, self.url)
             self._open_tiers(repr(arguments), options, memory)
         except BaseException:
-            self._signals.close()
+            self._due.signals.close()
             raise
 
     def _open_tiers(
@@ -274,22 +263,16 @@ class Checkpointer(Uncopied):
         step = self._checked(step)
         if self._given is not None:
             self._given.note(step, state, metrics, metadata, dtype)
-        is_due = force or self._is_due(step)
+        is_due = force or self._due.at(step, self._end_by)
         tier = None if is_due else self._local_due(step)
         memory = self._memory
         if memory is not None and not is_due and not memory.is_due(step):
             memory = None
         if not is_due and tier is None and memory is None:
             return False
-        saves, last = self._saves, self._saves.last_step
-        if last is not None and step <= last:
-            if step == last and not force and not saves.is_retrying:
-                return False
-            raise ArgumentError(
-                f"step {step} comes after step {last}: each save needs a higher step than the "
-                "last; to go back, "
-                f"call restore(state, step=...)"
-            )
+        saves = self._saves
+        if saves.has_begun(step, force):
+            return False
         text, own = metrics_text(metrics or {}), checked_metadata(metadata or {})
         if tier is not None:
             is_saving = saves.is_in_run_folder and saves.is_under_way
@@ -309,12 +292,12 @@ class Checkpointer(Uncopied):
         if not is_due and tier is None:
             return in_memory
         if tier is None:
-            saves.is_retrying, self._began = False, time.monotonic()
-        is_last = self._preempted_by is not None or self._is_ending
-        has_begun = saves.begin(step, state, written, tier, is_last, dtype)
+            self._due.saves()
+        is_last = self._due.preempted_by is not None or self._is_ending
+        is_saved = saves.begin(step, state, written, tier, is_last, dtype)
         if tier is None:
-            self._decided = (step, False)
-        return has_begun
+            self._due.was_saved(step)
+        return is_saved
 
     def _save_after(self, error: BaseException) -> None:
         """Saves the last given state after an exception of the loop, if the user wants it.
@@ -341,11 +324,11 @@ class Checkpointer(Uncopied):
     def _local_due(self, step: int) -> LocalTier | None:
         """Returns the tier of this host if a local checkpoint is due at this step."""
         is_due = self._local is not None and self._local.is_due(step)
-        return self._local if is_due and self._preempted_by is None else None
+        return self._local if is_due and self._due.preempted_by is None else None
 
     def should_save(self, step: int) -> bool:
         """Returns whether a checkpoint is due at this step. All ranks call this."""
-        return self._is_due(self._checked(step))
+        return self._due.at(self._checked(step), self._end_by)
 
     def _checked(self, step: int) -> int:
         if self._saves_nothing:
@@ -359,17 +342,6 @@ class Checkpointer(Uncopied):
             raise ClosedError(f"{self.url}: this Checkpointer is closed; make another")
         if self._is_read_only:
             raise MisuseError(f"{self.url}: this Checkpointer is read_only: make one that saves")
-
-    def _is_due(self, step: int) -> bool:
-        if self._decided is not None and self._decided[0] == step:
-            return self._decided[1]
-        was_preempted = self._preempted_by is not None
-        is_due = self._exchange(step) if step >= self._exchange_at else False
-        is_due = is_due or self._saves.is_retrying or self._schedule.by_step(step)
-        if self._preempted_by is not None and not was_preempted:
-            is_due, self._exchange_at = True, 0  # the next step asks whether the loop should end
-        self._decided = (step, is_due)
-        return is_due
 
     def restore(
         self,
@@ -425,10 +397,10 @@ class Checkpointer(Uncopied):
         _, taken = load_or_older(ranks, first, others, once, how.storage_options, listed_again)
         self._is_restored = True
         restored = found[taken]
-        self._saves.last_step, self._decided = restored, None
+        self._saves.last_step = restored
+        self._due.goes_back()
         if self._given is not None:
             self._given.forget()
-        self._exchange_at = 0
         self._ranks.log(f"restored step {restored} from {without_secrets(taken)}")
         return restored
 
@@ -572,8 +544,8 @@ class Checkpointer(Uncopied):
 
     def reached_preemption(self) -> bool:
         """Returns whether a signal has come and all ranks have saved: time to end the loop."""
-        self._is_asked = self._preempted_by is not None
-        return self._is_asked
+        self._due.is_asked = self._due.preempted_by is not None
+        return self._due.is_asked
 
     def wait_until_finished(self) -> None:
         """Returns once no save and no removal is under way. All ranks call this.
@@ -593,9 +565,9 @@ class Checkpointer(Uncopied):
         """
         was_closed = self._is_closed
         self._close(is_over=True)
-        received = self._signals.received
-        if received is not None and not self._is_asked and not was_closed:
-            self._signals.end(received)
+        signals = self._due.signals
+        if signals.received is not None and not self._due.is_asked and not was_closed:
+            signals.end(signals.received)
 
     def _close(self, is_over: bool) -> None:
         if self._is_closed:
@@ -606,41 +578,19 @@ class Checkpointer(Uncopied):
             is_saved = not self._saves.is_retrying
         finally:
             self._is_closed = self._saves_nothing = True
-            self._signals.close()
+            self._due.signals.close()
             if self._given is not None:
                 self._given.close()
             if self._memory is not None:
                 self._memory.close(is_over and is_saved)
-
-    def _exchange(self, step: int) -> bool:
-        """Returns whether rank 0's clock or a failed save makes a checkpoint due; notes signals."""
-        if self._preempted_by is not None and not self._is_asked and not self._saves.is_retrying:
-            self._end_by(self._preempted_by)
-        is_saving, (last, when) = self._saves.is_under_way, self._exchanged
-        now = time.monotonic()
-        self._exchanged = (step, now)
-        answer = self._ranks.agree_on_step(
-            step,
-            self._signals.received,
-            is_saving,
-            lambda is_saving: self._schedule.by_clock(now - self._began, is_saving),
-            next_exchange(step, last, now - when),
-        )
-        self._exchange_at = answer.next_exchange
-        if self._preempted_by is None:
-            self._preempted_by = answer.received
-        if not answer.is_saving:
-            self._saves.settle()
-        self._saves.tidying.tell(stacklevel=4)
-        return answer.is_due
 
     def _end_by(self, number: int) -> None:
         """Closes this run and lets a signal have its usual effect; returns if it has none.
 
         All ranks are at the step after the save of the signal, and call this.
         """
-        self._is_asked = True
-        if not self._signals.ends_process(number):
+        self._due.is_asked = True
+        if not self._due.signals.ends_process(number):
             return
         self._ranks.warn(
             f"{signal.Signals(number).name} ends the run, and its last step is saved; a loop that "
@@ -649,7 +599,7 @@ class Checkpointer(Uncopied):
         try:
             self._close(is_over=False)
         finally:
-            self._signals.end(number)
+            self._due.signals.end(number)
 
     def _check_place(self, step: int) -> None:
         """Raises ExistsError if a save could replace a checkpoint of another run."""

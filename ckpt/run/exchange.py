@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckpt.errors import CkptError
 from ckpt.loading.newest import newest_first, order_of, seconds_of
 from ckpt.removing.delete import delete_step
-from ckpt.run.failures import Failures
 from ckpt.run.history import check_no_foreign_steps, run_steps
 from ckpt.run.local_tier import LocalOptions, LocalTier
 from ckpt.run.memory_tier import Memory, MemoryTier, opened
 from ckpt.run.owner import Ownership
-from ckpt.run.policy import RunStep, newest_steps
+from ckpt.run.policy import Failures, RunStep, newest_steps
 from ckpt.run.provenance import host_name, machine, provenance
 from ckpt.run.removal import set_pin
 from ckpt.step_names import folder_name

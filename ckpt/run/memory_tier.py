@@ -44,9 +44,8 @@ from ckpt.live.protocol import (
 )
 from ckpt.live.publish import LiveState
 from ckpt.loading.newest import BEGAN, ORDER, order_of, seconds_of
-from ckpt.run.failures import Failures
 from ckpt.run.history import STEP
-from ckpt.run.policy import RunStep
+from ckpt.run.policy import Failures, RunStep
 from ckpt.step_names import folder_name
 from ckpt.stores.addresses import LiveUrl
 from sharding.agreement.ranks import Ranks

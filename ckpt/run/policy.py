@@ -1,26 +1,19 @@
-"""The policy of a run: the steps at which it saves, and the checkpoints that stay.
+"""The policy of a run: the checkpoints that stay, and the failures of saves that may pass.
 
-All functions are pure. Their numbers are equal on all ranks, or rank 0 decides for all. Rules of
-the times:
+Rules of retention, whose functions are pure:
 
-1. Other ranks learn of a rank's clock, its signals and the end of its last save only in an
-   exchange. Exchanges take place at steps that all ranks know beforehand, about once in
-   `EXCHANGE_SECONDS`, so that the steps between them cost nothing.
-
-Rules of retention:
-
-2. A checkpoint stays if one rule of the policy asks for it. A policy without rules keeps all.
-3. The newest checkpoint always stays.
-4. Newest means saved last, by the counter of the run, not the highest step: a run that goes back to
+1. A checkpoint stays if one rule of the policy asks for it. A policy without rules keeps all.
+2. The newest checkpoint always stays.
+3. Newest means saved last, by the counter of the run, not the highest step: a run that goes back to
    step 100 continues from its own step 200, not from the step 300 that it gave up. A clock decides
    only between checkpoints without a counter, and which are `younger_than`.
-5. If several checkpoints are equally good, the newest counts as the best. A checkpoint without the
+4. If several checkpoints are equally good, the newest counts as the best. A checkpoint without the
    metric, or with a metric that is NaN, is never the best.
-6. A damaged checkpoint does not count for any rule, and is not removed. A bare one, whose manifest
+5. A damaged checkpoint does not count for any rule, and is not removed. A bare one, whose manifest
    a late request has brought back after a delete, does not count either. It is removed once a newer
    checkpoint has its files.
-7. A pinned checkpoint stays.
-8. A checkpoint whose numbers nobody has counted does not count as finite.
+6. A pinned checkpoint stays.
+7. A checkpoint whose numbers nobody has counted does not count as finite.
 """
 
 from __future__ import annotations
@@ -30,43 +23,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+from warnings import warn
 
+from ckpt.errors import ArgumentError, CkptError, NotOwnerError, RankError, SaveFailedWarning
 from ckpt.loading.newest import Age, newest_first
-from sharding.errors import ArgumentError
+from sharding.errors import ENDED, LATE
 
 __all__ = ["Keep", "RunStep"]
-
-EXCHANGE_SECONDS = 1.0
-"""The approximate time between two exchanges: a signal is noticed that late."""
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """The rules by which a checkpoint is due. Raises ArgumentError for numbers not above 0."""
-
-    every_steps: int | None = None
-    """Due at each step that is a multiple of this."""
-    every_seconds: float | None = None
-    """Due once so many seconds have passed since the last save began, by the clock of rank 0."""
-    continuously: bool = False
-    """Due as soon as the last checkpoint is durable."""
-
-    def __post_init__(self) -> None:
-        steps, seconds = self.every_steps, self.every_seconds
-        if steps is not None and (type(steps) is not int or steps < 1):
-            raise ArgumentError(f"every_steps={steps!r}: give a whole number of at least 1")
-        if seconds is not None:
-            check_seconds("every_seconds", seconds)
-
-    def by_step(self, step: int) -> bool:
-        """Returns whether the number of the step alone makes a checkpoint due."""
-        return self.every_steps is not None and step % self.every_steps == 0
-
-    def by_clock(self, seconds_since_save: float, is_saving: bool) -> bool:
-        """Returns whether the time since the last save makes a save due. Rank 0 calls this."""
-        if self.continuously and not is_saving:
-            return True
-        return self.every_seconds is not None and seconds_since_save >= self.every_seconds
 
 
 def check_seconds(name: str, seconds: object) -> None:
@@ -87,20 +50,6 @@ def seconds_in(text: str) -> float | None:
     """
     matched = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
     return float(matched[1]) * UNITS[matched[2] or "s"] if matched else None
-
-
-def next_exchange(step: int, last: int, seconds: float) -> int:
-    """Returns the step of the next exchange, after those at `last` and, `seconds` later, at `step`.
-
-    The distance at most doubles from one exchange to the next, so that a run that becomes slower
-    waits at most twice as long as it should.
-
-    >>> next_exchange(step=10, last=9, seconds=0.01), next_exchange(step=10, last=0, seconds=30.0)
-    (12, 11)
-    """
-    taken = max(1, step - last)
-    wanted = taken * EXCHANGE_SECONDS / seconds if seconds > 0 else 2 * taken
-    return step + max(1, int(min(wanted, 2 * taken)))
 
 
 Mode = Literal["min", "max"]
@@ -204,12 +153,12 @@ class RunStep:
 
 
 def newest_steps(steps: Iterable[RunStep]) -> list[RunStep]:
-    """Returns the checkpoints, those saved last first (rule 4)."""
+    """Returns the checkpoints, those saved last first (rule 3)."""
     return newest_first(steps, lambda one: one.age)
 
 
 def best_first(steps: Sequence[RunStep], metric: str, mode: Mode) -> list[RunStep]:
-    """Returns the checkpoints that have the metric, the best one first (rule 5)."""
+    """Returns the checkpoints that have the metric, the best one first (rule 4)."""
     sign = 1.0 if mode == "min" else -1.0
     known = [one for one in steps if not math.isnan(one.metrics.get(metric, math.nan))]
     return sorted(newest_steps(known), key=lambda one: sign * one.metrics[metric])
@@ -240,3 +189,41 @@ def removable(steps: Sequence[RunStep], keep: Keep, now: float) -> list[RunStep]
     first = there.index(newest[0]) if newest else len(there)
     bare = {one.name for one in there[first:] if one.is_bare and not one.pins}
     return [one for one in there if one.name in bare or not (one.is_bare or one.name in kept)]
+
+
+OnFailure = Literal["continue", "raise"]
+HOPELESS = (
+    *("StateError", "ExistsError", "InUseError", "ArgumentError", "ArgumentTypeError"),
+    *("NotOwnerError", "ValueError", "TypeError", ENDED, LATE),
+)
+"""Errors that are raised, because the next step would fail in the same way."""
+
+
+class Failures:
+    """The failed saves of a run, on one rank."""
+
+    def __init__(self, on_failure: OnFailure) -> None:
+        if on_failure not in ("continue", "raise"):
+            raise ArgumentError(f'on_failure={on_failure!r}: it can be "continue" or "raise"')
+        self._on_failure = on_failure
+        self.count = 0
+
+    def add(self, error: Exception, place: str, again: str, tells: bool) -> None:
+        """Counts a failure, and warns of it if this rank `tells`; or raises the error.
+
+        `again` names the step that saves again.
+        """
+        kind = error.error if isinstance(error, RankError) else type(error).__name__
+        may_pass = isinstance(error, CkptError | OSError) and kind not in HOPELESS
+        if kind == NotOwnerError.__name__ and isinstance(error, RankError):
+            raise NotOwnerError(str(error)) from error
+        if self._on_failure == "raise" or not may_pass:
+            raise error
+        self.count += 1
+        if tells:
+            warn(
+                f"{place} was not saved: {kind}: {error}; {again} saves again "
+                f"(failure {self.count} of this run)",
+                SaveFailedWarning,
+                stacklevel=5,
+            )

@@ -1,4 +1,4 @@
-"""The saves of a run, one at a time, to its folder and its hosts' folders; and its signals.
+"""The saves of a run, one at a time, to its folder and its hosts' folders.
 
 Rules:
 
@@ -9,44 +9,23 @@ Rules:
    the run.
 3. A save that fails is counted, and gives a warning; the next step saves again. Errors for wrong
    arguments and for states that cannot be stored are raised: another try would not help.
-
-[Note: signals]
-A signal announces the end of a job, and the run reacts to it at a step. A handler only notes the
-signal: Python runs the handler between two instructions of the main thread, where no rank may
-communicate. Rules:
-
-1. The previous handler is called as well, unless it is Python's or the system's own, which would
-   end the process before the state is saved.
-2. `end` lets Python's or the system's own handler have the signal after all: a loop that never asks
-   about the signal ends by it, once its step is saved.
-3. The same signal again ends the process at once. A scheduler and torchrun may each send one to the
-   ranks for one event, so signals within `SAME_SECONDS` are the same.
-4. A forked child has the handlers of before: a worker has no step at which it could react, and its
-   parent may wait for its end.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckpt.errors import NotOwnerError
 from ckpt.loading.newest import BEGAN, ORDER
 from ckpt.run.exchange import RunRanks
-from ckpt.run.failures import Failures
 from ckpt.run.history import METRICS, PROVENANCE, STEP, RunCounter
 from ckpt.run.local_tier import HOSTS, LocalTier
 from ckpt.run.owner import Ownership
-from ckpt.run.policy import Keep, check_seconds
+from ckpt.run.policy import Failures, Keep, check_seconds
 from ckpt.run.removal import Tidying
 from ckpt.saving.agreement import SaveOptions, StoredDtypes
 from ckpt.saving.background import SaveHandle
@@ -58,7 +37,7 @@ from ckpt.transfer.facts import Beside, noted
 from ckpt.transfer.replica_hashes import Replicas
 from ckpt.transfer.write_job import Compress
 from formats.native.manifest import MANIFEST
-from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError
+from sharding.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
     from sharding.agreement.ranks import Group
@@ -173,6 +152,21 @@ class RunSaves:
     def is_in_run_folder(self) -> bool:
         """Whether the last save was to the folder of the run."""
         return self._saved[1] is None
+
+    def has_begun(self, step: int, force: bool) -> bool:
+        """Whether the last save was that of this step; with `force` another is refused.
+
+        Raises ArgumentError for a step that does not come after the last.
+        """
+        last = self.last_step
+        if last is None or step > last:
+            return False
+        if step == last and not force and not self.is_retrying:
+            return True
+        raise ArgumentError(
+            f"step {step} comes after step {last}: each save needs a higher step than the last; to "
+            "go back, call restore(state, step=...)"
+        )
 
     def own(self, step: int, tier: LocalTier | None, counter: RunCounter) -> bool:
         """Takes the run at the first save; returns False if the store fails. All ranks call this.
@@ -309,92 +303,3 @@ class RunSaves:
         self.last_step = step - 1  # also where the error is raised: the step may be saved again
         self._failures.add(error, self._place(), again, self._ranks.is_first)
         self.is_retrying = self.is_retrying or tier is None
-
-
-SAME_SECONDS = 1.0
-"""Signals of one number within this time announce one event."""
-HARMLESS = (signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH)
-"""Signals that the system ignores by default."""
-_live: weakref.WeakSet[PreemptionSignals] = weakref.WeakSet()
-
-
-class PreemptionSignals:
-    """Notes the given signals until `close`."""
-
-    def __init__(self, signals: Sequence[int]) -> None:
-        """Raises MisuseError in another thread than the main one, ArgumentError for no signal."""
-        self.received: int | None = None
-        """The number of the first signal that has come."""
-        self._received_at = 0.0
-        self._before: dict[int, Any] = {}
-        self._is_closed = False
-        if signals and threading.current_thread() is not threading.main_thread():
-            raise MisuseError(
-                "Checkpointer(signals=...) handles signals, which only the main thread may do: "
-                "make it in the main thread, or pass signals=()"
-            )
-        _live.add(self)
-        for number in dict.fromkeys(signals):
-            try:
-                self._before[number] = signal.signal(number, self._note)
-            except (OSError, TypeError, ValueError) as error:
-                self.close()
-                raise ArgumentError(
-                    f"signals has {number!r}, which no program can handle: {error}"
-                ) from None
-
-    def close(self) -> None:
-        """Restores the previous handlers; not those that a closed object has set."""
-        self._is_closed = True
-        for number in self._before:
-            handler = signal.getsignal(number)
-            if handler == self._note:
-                while (
-                    isinstance(owner := getattr(handler, "__self__", None), PreemptionSignals)
-                    and owner._is_closed
-                ):
-                    handler = owner._before[number]
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-    def ends_process(self, number: int) -> bool:
-        """Whether a signal ends the process, or raises KeyboardInterrupt, without this object."""
-        return _ends_process(number, self._before_all(number))
-
-    def end(self, number: int) -> None:
-        """Lets the handler of before have a signal that ends the process."""
-        before = self._before_all(number)
-        self.close()
-        if _ends_process(number, before):
-            signal.signal(number, before)
-            signal.raise_signal(number)
-
-    def _before_all(self, number: int) -> Any:
-        """Returns the handler from before this object, and before others that it has replaced."""
-        handler = self._before.get(number)
-        while isinstance(owner := getattr(handler, "__self__", None), PreemptionSignals):
-            handler = owner._before[number]
-        return handler
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.received is None:
-            self.received, self._received_at = number, now
-        elif number == self.received and now - self._received_at >= SAME_SECONDS:
-            self.end(number)
-        before = self._before.get(number)
-        if callable(before) and before is not signal.default_int_handler:
-            before(number, frame)
-
-
-def _ends_process(number: int, handler: Any) -> bool:
-    if handler is signal.default_int_handler:
-        return True
-    return handler is signal.SIG_DFL and number not in HARMLESS
-
-
-def _close_in_child() -> None:
-    for each in list(_live):
-        each.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)

@@ -53,9 +53,8 @@ from formats.native.manifest import (
     Manifest,
 )
 from formats.native.shard import ShardSummary
-from sharding.agreement.participant import ENDED, LATE
 from sharding.agreement.ranks import HASH_BITS, Ranks, result_or_error
-from sharding.errors import ArgumentError, ArgumentTypeError, without_secrets
+from sharding.errors import ENDED, LATE, ArgumentError, ArgumentTypeError, without_secrets
 from sharding.layout import Mesh
 
 if TYPE_CHECKING:

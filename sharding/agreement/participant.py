@@ -28,9 +28,7 @@ from sharding.agreement.channel import (
     WaitWarning,
 )
 from sharding.agreement.rendezvous import Rendezvous
-
-ENDED, LATE = "ProcessEnded", "TimeoutError"
-"""The names of the errors of ranks that cannot send their own."""
+from sharding.errors import ENDED, LATE
 
 
 class ConnectedChannel(Channel):

@@ -190,7 +190,7 @@ def test_a_step_whose_save_failed_can_be_saved_again(tmp_path: Path) -> None:
 def test_the_seconds_between_saves_begin_anew_with_each_save(tmp_path: Path) -> None:
     with ckpt.Checkpointer(tmp_path, every_seconds=1000.0, blocking=True) as run:
         assert not any(run.save(step, state_of(step)) for step in range(8))
-        run._began -= 1500.0  # so much later
+        run._due._began -= 1500.0  # so much later
         saved = [step for step in range(8, 64) if run.save(step, state_of(step))]
         assert len(saved) == 1
 
@@ -207,7 +207,7 @@ def test_the_clock_is_looked_at_after_a_run_goes_far_back(tmp_path: Path) -> Non
         assert run.save(1, state_of(1), force=True)
         run.should_save(10**6)  # the next exchange is some 10**6 steps later
         assert run.restore(state_of(0)) == 1
-        run._began -= 1500.0  # so much later
+        run._due._began -= 1500.0  # so much later
         assert run.should_save(2)
 
 
@@ -679,10 +679,9 @@ def test_a_signal_that_the_loop_does_not_ask_about_ends_all_ranks_after_its_save
 UNASKED = """
 import os, signal, sys, warnings
 import ckpt, torch
-from ckpt.run import policy as schedule
-from ckpt.run import saves
-saves.SAME_SECONDS = 0
-schedule.EXCHANGE_SECONDS = 0  # each step looks for signals, also on a busy machine
+from ckpt.run import due
+due.SAME_SECONDS = 0
+due.EXCHANGE_SECONDS = 0  # each step looks for signals, also on a busy machine
 folder, before, again = sys.argv[1:]
 if before == "own":
     signal.signal(signal.SIGTERM, lambda *given: print("own handler", flush=True))

@@ -36,7 +36,7 @@ from sharding.agreement.channel import (
     greeting,
 )
 from sharding.agreement.coordinator import MOST_STRANGERS, Coordinator
-from sharding.agreement.participant import ENDED, Participant, ended
+from sharding.agreement.participant import Participant, ended
 from sharding.agreement.ranks import Ranks
 from sharding.agreement.rendezvous import (
     LOOPBACK,
@@ -47,7 +47,7 @@ from sharding.agreement.rendezvous import (
     _own_hosts,
     _Place,
 )
-from sharding.errors import ArgumentError, RankError
+from sharding.errors import ENDED, ArgumentError, RankError
 
 WAITING = WaitWarning(Call(1, "a call", 60.0, "a stage"), 1)
 
