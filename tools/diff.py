@@ -148,14 +148,15 @@ def _write_page(path: str, url: str, told: Mapping[str, object] | None, found: C
     from ckpt.checking.diff import size_order
     from ckpt.checking.report import file_problems
     from ckpt.opening.sources import open_source
-    from tools.page.page import chain_of, described, described_differences, write_page
+    from tools.page.page import chain_of, described, described_differences, name_of, write_page
 
     with open_source(url, told) as source:
         chain = chain_of(source.url, source.catalog, told)
         wrong = file_problems(source.store.sizes(), source.catalog)
         data = described(source.url, source.catalog, chain, wrong=wrong)
     ordered = replace(found, tensors=tuple(sorted(found.tensors, key=size_order)))
-    write_page(path, {**data, "differences": described_differences(ordered)})
+    title = f"{name_of(found.a)} → {name_of(found.b)}"
+    write_page(path, {**data, "name": title, "differences": described_differences(ordered)})
 
 
 def _value_line(value: ValueDifference) -> str:

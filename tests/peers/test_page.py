@@ -149,6 +149,8 @@ def test_the_first_view_has_the_facts_and_the_modules_by_size(open_page, tmp_pat
         shard.unlink(missing_ok=True)
     areas = page.locator(".treemap > g[tabindex='0']")
     assert areas.first.get_attribute("aria-label").startswith("model.0: 8.20 kB")
+    within = page.locator(".treemap > g[tabindex='-1']")
+    assert within.first.get_attribute("aria-label").startswith("model.0.weight: ")
     areas.first.focus()
     page.keyboard.press("Enter")
     assert page.locator("h2").first.inner_text() == "model.0"
@@ -229,7 +231,8 @@ def test_the_differences_of_two_checkpoints_are_shown(open_page, tmp_path):
     main(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--html", str(tmp_path / "d.html")])
     page = open_page(tmp_path / "d.html")
     (changed,) = rows(page, "Changed tensors")
-    assert changed[:3] == ["w", "4", "1"]
+    assert (changed[:2], changed[3:]) == (["w", "0.02"], ["1", "4"])
+    assert page.title() == page.locator("h1").inner_text() == "a → b"
     assert page.locator("td svg title").text_content() == "1e-2: 1"
     assert rows(page, "Values") == [["step", "1", "2"]]
 

@@ -3,7 +3,7 @@
  * page by textContent, so a name is never markup. */
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const MOST_RECTANGLES = 4096, MOST_COLOURS = 48, MOST_ROWS = 200, MOST_FOUND = 500, MOST_AREAS = 60;
+  const MOST_RECTANGLES = 4096, MOST_COLOURS = 48, MOST_ROWS = 200, MOST_FOUND = 500, MOST_AREAS = 60, DEEPEST = 3;
   const byId = (id) => document.getElementById(id);
 
   /* ---- elements of the page ---- */
@@ -282,14 +282,15 @@
     return node;
   }
 
-  /* The modules below a node as areas, two levels deep. Each can be reached and chosen by keys. */
+  /* The modules below a node as areas, two levels deep, and deeper where an area is large. The
+     outer ones can be reached and chosen by keys. */
   function treemap(node, isFirst = true) {
-    const width = 900, height = 420;
+    const isNarrow = window.innerWidth < 800, width = isNarrow ? 400 : 900, height = 420;
     const drawing = make("svg:svg", { viewBox: `0 0 ${width} ${height}`, class: "treemap", role: "group", "aria-label": "Modules by size", style: "max-width:none" });
     const childrenOf = (one) => [...forked(one).children.values()].filter((child) => child.bytes).sort((a, b) => b.bytes - a.bytes).slice(0, MOST_AREAS);
-    const draw = (one, box, hue, isInner) => {
-      const text = `${one.path}: ${size(one.bytes)}, ${count(one.tensors)} tensors`;
-      const colour = `hsl(${hue} 55% var(--area${isInner ? "-inner" : ""}))`;
+    const draw = (one, box, hue, depth) => {
+      const text = `${one.path}: ${size(one.bytes)}, ${count(one.tensors)} tensors`, isInner = depth > 0;
+      const colour = `hsl(${hue} 55% var(--area${depth % 2 ? "-inner" : ""}))`;
       const part = make("svg:g", { role: "button", tabindex: isInner ? "-1" : "0", "aria-label": text }, make("svg:title", {}, text),
         make("svg:rect", { x: box.x, y: box.y, width: Math.max(0.5, box.width - 1), height: Math.max(0.5, box.height - 1), rx: 2, style: `fill:${colour}` }));
       const room = Math.floor((box.width - 8) / 6.5);
@@ -302,16 +303,15 @@
       part.addEventListener("click", choose);
       part.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") choose(event); });
       drawing.append(part);
-    };
-    squares(childrenOf(node), { x: 0, y: 0, width, height }).forEach(({ part, ...box }, at) => {
-      const hue = (205 + at * 137.508) % 360;
-      draw(part, box, hue, false);
       const inside = { x: box.x + 3, y: box.y + 16, width: box.width - 7, height: box.height - 20 };
-      if (inside.width < 12 || inside.height < 12) return;
-      for (const { part: child, ...place } of squares(childrenOf(part), inside)) draw(child, place, hue, true);
-    });
+      const least = isInner ? 60 : 12;
+      if (depth === DEEPEST || inside.width < least || inside.height < least) return;
+      for (const { part: child, ...place } of squares(childrenOf(one), inside)) draw(child, place, hue, depth + 1);
+    };
+    squares(childrenOf(node), { x: 0, y: 0, width, height }).forEach(({ part, ...box }, at) =>
+      draw(part, box, (205 + at * 137.508) % 360, 0));
     const outer = !isFirst ? "" : " A click, or Tab and Enter, opens a part.";
-    return make("figure", {}, drawing, make("figcaption", {}, `Areas are bytes: the parts of ${node.path || "the checkpoint"} and the parts of these.${outer}`));
+    return make("figure", {}, drawing, make("figcaption", {}, `Areas are bytes: the parts of ${node.path || "the checkpoint"}, and in each its own parts.${outer}`));
   }
 
   /* Shows a node in the tree, with all above it opened, and its view. */
@@ -524,9 +524,9 @@
     if (names.length) found.push(make("h2", {}, "Names"), table("Names", ["name", "where"], names));
     if (told.tensors.length) {
       found.push(make("h2", {}, "Tensors"), table("Changed tensors",
-        ["name", "elements", "differing", "largest |a - b|", "|a - b| by power of ten"],
-        told.tensors.map((one) => [one.name, one.elements, one.differing, one.problem === "values" ? numberCell(one.largest, Number(one.largest.replace("inf", "Infinity"))) : one.detail, histogram(one, told.decades)]),
-        ["all", told.tensors.reduce((sum, one) => sum + one.elements, 0), told.tensors.reduce((sum, one) => sum + one.differing, 0), "", ""]));
+        ["name", "largest |a - b|", "|a - b| by power of ten", "differing", "elements"],
+        told.tensors.map((one) => [one.name, one.problem === "values" ? numberCell(one.largest, Number(one.largest.replace("inf", "Infinity"))) : one.detail, histogram(one, told.decades), one.differing, one.elements]),
+        ["all", "", "", told.tensors.reduce((sum, one) => sum + one.differing, 0), told.tensors.reduce((sum, one) => sum + one.elements, 0)]));
     }
     const values = [...told.values, ...told.structure].map((one) => [one.name, one.a ?? "missing", one.b ?? "missing"]);
     if (values.length) found.push(make("h2", {}, "Values and structure"), table("Values", ["name", "A", "B"], values));
@@ -543,7 +543,9 @@
       const share = (numbers.get(label) ?? 0) / Math.max(1, one.elements), height = share ? Math.max(1, 30 * share) : 0;
       drawing.append(make("svg:rect", { x: (at + 0.1) * width, y: 32 - height, width: 0.8 * width, height, fill: "var(--bar)" }));
       if ((decades.length - 1 - at) % every) return;
-      drawing.append(make("svg:text", { x: (at + 0.5) * width, y: 42, "text-anchor": "middle", style: "font-size:8px;fill:var(--ink)" }, label));
+      const isFirst = at * width < 12, isLast = at === decades.length - 1;
+      const place = isLast ? { x: decades.length * width - 1, "text-anchor": "end" } : isFirst ? { x: 1 } : { x: (at + 0.5) * width, "text-anchor": "middle" };
+      drawing.append(make("svg:text", { ...place, y: 42, style: "font-size:8px;fill:var(--ink)" }, label));
     });
     return drawing;
   }

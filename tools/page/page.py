@@ -164,7 +164,7 @@ def described(
     values = list(_values(catalog.tree))
     return {
         "url": without_secrets(url),
-        "name": split_url(without_secrets(url))[1] or without_secrets(url),
+        "name": name_of(url),
         "facts": _facts(catalog, wrong),
         "format": catalog.format,
         "metadata": dict(catalog.metadata),
@@ -216,6 +216,12 @@ def chain_of(url: str, catalog: Catalog, options: Mapping[str, Any] | None) -> l
         with open_source(join_url(above, folder), options) as source:
             found.extend(base for base in source.catalog.bases if base not in found)
     return found
+
+
+def name_of(url: str) -> str:
+    """Returns the last part of a path or URL, for titles."""
+    shown = without_secrets(url)
+    return split_url(shown)[1] or shown
 
 
 def described_differences(found: Comparison) -> Json:
