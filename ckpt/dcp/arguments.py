@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ckpt.errors import ArgumentError, ArgumentTypeError, CkptError, RankError
+from ckpt.state.stateful import by_parameters
 from sharding.agreement.ranks import Ranks
 from sharding.describe.dtensor import has_layout, is_sharded
 
@@ -108,10 +109,14 @@ def group_of(process_group: ProcessGroup | None, no_dist: bool) -> Group:
 
 
 def state_of(state_dict: Mapping[str, object]) -> dict[str, object]:
-    """Returns the state dict with the result of `state_dict()` for each Stateful entry."""
+    """Returns the state dict with the result of `state_dict()` for each Stateful entry.
+
+    A local state dict of `FullyShardedDataParallel` has its parameters' names.
+    """
+    named = cast("Mapping[str, object]", by_parameters(cast("Mapping[object, object]", state_dict)))
     return {
         key: entry.state_dict() if isinstance(entry, Stateful) else entry
-        for key, entry in state_dict.items()
+        for key, entry in named.items()
     }
 
 

@@ -37,7 +37,9 @@ from ckpt.dcp.arguments import (
 from ckpt.dcp.storage_reader import CkptStorageReader
 from ckpt.errors import StateError
 from ckpt.loading.load import load_partly
+from ckpt.state.stateful import by_parameters
 from ckpt.state.typed_values import like_target
+from sharding.describe.members import LocalPart
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -96,7 +98,7 @@ def load(
         group=group,
         storage_options=reader.storage_options,
     )
-    on_all_ranks("ckpt.dcp.load", group, partial(_install, state_dict, target.nests))
+    on_all_ranks("ckpt.dcp.load", group, partial(_install, state_dict, target))
 
 
 def load_state_dict(
@@ -142,8 +144,10 @@ def __getattr__(name: str) -> object:
 class _Target(NamedTuple):
     """A flattened state dict."""
 
-    nests: dict[str, Any]
+    given: dict[str, Any]
     """The entries, or the state dicts of Stateful entries, in the same order on all ranks."""
+    nests: dict[str, Any]
+    """The same, local state dicts by the names of their parameters."""
     parts: dict[str, object]
     """The tensors, the Stateful objects and the places of the values, by DCP's names."""
     allows_missing: bool
@@ -170,10 +174,15 @@ def _begin(
     taking = DefaultLoadPlanner() if planner is None else planner
     if type(taking) is not DefaultLoadPlanner:
         return reader, None
-    nests: dict[str, Any] = state_of({key: state_dict[key] for key in sorted(state_dict, key=str)})
+    state: dict[str, Any] = state_of(state_dict)
+    entries = {key: state[key] for key in sorted(state, key=str)}
+    nests = {
+        key: by_parameters(nest) if isinstance(nest, Mapping) else nest
+        for key, nest in entries.items()
+    }
     if not have_layouts(nests):
         return reader, None
-    return reader, _Target(nests, _parts(nests, taking), taking.allow_partial_load)
+    return reader, _Target(entries, nests, _parts(nests, taking), taking.allow_partial_load)
 
 
 def _parts(nests: dict[str, Any], planner: DefaultLoadPlanner) -> dict[str, object]:
@@ -198,7 +207,7 @@ def _parts(nests: dict[str, Any], planner: DefaultLoadPlanner) -> dict[str, obje
         path = taking.mappings.get(name, (name,))
         if name in real:
             _put(nests, path, leaf)
-        is_filled = isinstance(leaf, torch.Tensor | np.ndarray) or _has_stateful(leaf)
+        is_filled = isinstance(leaf, torch.Tensor | np.ndarray | LocalPart) or _has_stateful(leaf)
         parts[name] = leaf if is_filled else _Value(nests, path, leaf)
     return {**parts, **_empty_dicts(nests)} if planner.flatten_state_dict else parts
 
@@ -214,10 +223,16 @@ def _is_meta(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_meta
 
 
-def _install(state_dict: dict[str, Any], nests: Mapping[str, Any]) -> None:
+def _install(state_dict: dict[str, Any], target: _Target) -> None:
     """Loads nests into Stateful entries, and puts them in the places of the other entries."""
-    for key, nest in nests.items():
-        entry = state_dict[key]
+    for key, nest in target.nests.items():
+        if isinstance(nest, LocalPart):  # a part of a tensor in the state dict, which is filled
+            continue
+        entry, given = state_dict[key], target.given[key]
+        if given is not nest and isinstance(given, dict):  # a local state dict
+            own = {k: v for k, v in nest.items() if k in given and not isinstance(v, LocalPart)}
+            given.update(own)
+            nest = given
         if isinstance(entry, Stateful):
             entry.load_state_dict(nest)
         else:

@@ -31,6 +31,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
 import ckpt.dcp as dcp
+import sharding
 from tests.old_torch import needs
 
 alone = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of many kinds
@@ -549,3 +550,37 @@ def test_the_chunks_of_a_descending_mesh_are_in_the_order_of_its_group(
 ) -> None:
     for found in clusters(2).run(over_a_descending_mesh, str(tmp_path)):
         assert found == ([*range(8)], [*range(8)])
+
+
+def local_states(folder: str) -> None:
+    """The local state dict of a model comes into another, as the whole state dict and in a nest."""
+
+    def made(seed: int, original: bool) -> Any:
+        torch.manual_seed(seed)
+        module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        module[1].running_mean = torch.rand(4)
+        return sharding.FullyShardedDataParallel(module, use_orig_params=original)
+
+    local = sharding.StateDictType.LOCAL_STATE_DICT
+    for original in (False, True):
+        one = made(1, original)
+        for nested in (False, True):
+            other, place = made(2, original), f"{folder}/{original}{nested}"
+            with one.state_dict_type(one, local), other.state_dict_type(other, local):
+                state, target = one.state_dict(), other.state_dict()
+                dcp.save({"m": state} if nested else state, checkpoint_id=place)
+                dcp.load({"m": target} if nested else target, checkpoint_id=place)
+                assert target.keys() == state.keys()
+                other.load_state_dict(target)
+            wanted = one.state_dict()
+            found, stored = other.state_dict(), ckpt.read(place)
+            stored = stored["m"] if nested else stored  # type: ignore[index, call-overload]
+            for name, tensor in wanted.items():
+                assert torch.equal(found[name], tensor), name
+                assert torch.equal(stored[name], tensor), name  # type: ignore[index, call-overload]
+
+
+def test_local_state_dicts_of_our_runtime_are_stored_by_their_parameters(
+    clusters: Callable[[int], Any], tmp_path: Path
+) -> None:
+    clusters(2).run(local_states, str(tmp_path))
