@@ -441,8 +441,8 @@ def check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
     held = sum(box.numel for box in boxes)
     if held != prod(shape):
         raise FormatError(
-            f"{name}: the pieces hold {held} of the {prod(shape)} elements of {whole}; the "
-            "checkpoint is incomplete"
+            f"{name}: the pieces hold {held} of the {prod(shape)} elements of {whole}: the "
+            "checkpoint is incomplete; copy the files of all ranks"
         )
 
 

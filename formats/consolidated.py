@@ -81,7 +81,10 @@ def _tensor(name: str, parts: Sequence[Catalog]) -> TensorRecord:
     dim = _dim(name, parts[0])
     for record, file in zip(records, files, strict=True):
         if record.shape != first.shape or record.dtype != first.dtype:
-            raise FormatError(f"{file}: {name} has another shape or dtype than in {files[0]}")
+            raise FormatError(
+                f"{file}: {name} has another shape or dtype than in {files[0]}; open each by its "
+                "name"
+            )
     if dim is None:
         return first
     if dim >= len(first.shape):

@@ -170,7 +170,7 @@ def read(reader: Reader, name: str) -> Catalog:
     metadata = {QUANTISED: _quantised(entries), TYPES: _unusual(values, kinds)}
     tree: dict[Key, Tree] = {tensor: TensorRef(tensor) for tensor in tensors}
     if values and GGUF in tree:
-        raise UnsupportedError(f"{name}: a tensor is named {GGUF!r}, as the file's values are")
+        raise UnsupportedError(f"{name}: a tensor is named {GGUF!r}, as the values here; rename it")
     if values:
         tree[GGUF] = values
     return Catalog(
@@ -332,7 +332,10 @@ class _Header:
     def _array(self, depth: int) -> Tree:
         kind, count = self.number(_U32), self.number(_U64)
         if count > self.size - self.at or depth > _DEPTH:
-            raise CorruptError(f"{self.file}: an array of {count} values reaches beyond the file")
+            raise CorruptError(
+                f"{self.file}: an array of {count} values reaches beyond the file: it was "
+                "truncated; restore it from another copy"
+            )
         self._count(count)
         items: list[Tree]
         if kind in (STRING, ARRAY):

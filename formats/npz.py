@@ -81,7 +81,10 @@ def read(reader: Reader, name: str) -> Catalog:
     extent = Extent(name, start, dtype.nbytes(array.shape))
     check_inside("the array", extent, size)
     if start + extent.nbytes != size:
-        raise CorruptError(f"{name}: {size - start - extent.nbytes} bytes follow the array")
+        raise CorruptError(
+            f"{name}: {size - start - extent.nbytes} bytes follow the array: they were appended; "
+            "restore it from another copy"
+        )
     record = _record(BARE_TENSOR, array, dtype, extent, 0)
     files = (FileRecord(name, size),)
     return Catalog(NPY, {BARE_TENSOR: record}, TensorRef(BARE_TENSOR), files)
@@ -170,7 +173,10 @@ def _member(archive: Archive, member: str, name: str) -> TensorRecord | OpaqueVa
     if extent.chunks is None:
         return _record(name, array, dtype, _behind(archive, extent, start), 0)
     if start % dtype.itemsize:
-        raise UnsupportedError(f"{where}: an array that begins at byte {start} of compressed bytes")
+        raise UnsupportedError(
+            f"{where}: its data begin at byte {start} of compressed bytes, between two elements; "
+            "load it with numpy and save it with numpy.savez"
+        )
     return _record(name, array, dtype, extent, start // dtype.itemsize)
 
 
@@ -197,7 +203,10 @@ def _header(read_at: Callable[[int, int], bytes], size: int, where: str) -> tupl
     if data[:6] != _MAGIC or data[6:7] not in (b"\x01", b"\x02", b"\x03"):
         raise FormatError(f"{where}: not a .npy file of version 1 to 3")
     if start > size or start - 8 - wide > _HEADER_BYTES:
-        raise CorruptError(f"{where}: its header reaches to byte {start} of {size}")
+        raise CorruptError(
+            f"{where}: its header ends at byte {start}, the file has {size}: it was truncated; "
+            "restore it from another copy"
+        )
     data = data if len(data) >= start else read_at(0, start)
     text = data[8 + wide : start].decode("latin-1")
     found = _HEADER.fullmatch(text)

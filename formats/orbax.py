@@ -78,7 +78,7 @@ def read(reader: Reader) -> Catalog:
         if entry.endswith("/") and METADATA in reader.entries(entry[:-1])
     ]
     if not items:
-        raise FormatError(f"{reader.url}: no folder in it has a {METADATA} of Orbax")
+        raise FormatError(f"{reader.url}: no folder in it has a {METADATA} of Orbax; copy all")
     parts = [Part((item,), below(reader, item, _item)) for item in items]
     notes = dict.fromkeys(note for part in parts for note in part.catalog.notes)
     found = joined("orbax", parts, [FileRecord(STEP, reader.size(STEP))])
@@ -190,7 +190,10 @@ class _Arrays:
             file = f"{name}/{separator.join(map(str, place)) or '0'}"
             stored = self._size(file)
             if stored == 0 or (not compressed and stored != nbytes):
-                raise CorruptError(f"{file}: the chunk has {stored} bytes and decodes to {nbytes}")
+                raise CorruptError(
+                    f"{file}: the chunk has {stored} bytes and decodes to {nbytes}; restore it "
+                    "from another copy"
+                )
             chunks = ZstdChunk(file, stored, nbytes) if compressed else None
             extent = Extent(file, 0, nbytes, chunks)
             yield StoredPiece(Piece(Box(lo, hi), 0, row_major(chunk)), extent)

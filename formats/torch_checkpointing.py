@@ -242,8 +242,12 @@ class _Folder:
                 raise FormatError(f"{files[rank].name}: {where} has the dtype {tensor.dtype}")
             dtype = tensor.dtype
             record = f"data/{tensor.storage.key}"
-            if pieces and files[rank].archive.record(record).nbytes != tensor.storage.nbytes:
-                raise CorruptError(f"{files[rank].name}: the storage of {where} has another size")
+            stored_bytes = files[rank].archive.record(record).nbytes if pieces else 0
+            if pieces and stored_bytes != tensor.storage.nbytes:
+                raise CorruptError(
+                    f"{files[rank].name}: the storage of {where} has {stored_bytes} bytes, its "
+                    f"pickle says {tensor.storage.nbytes}; restore the file from another copy"
+                )
             for piece in pieces:
                 seen.add(piece.box)
                 parts.append(

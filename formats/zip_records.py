@@ -156,7 +156,9 @@ class Compressed:
         try:
             return self._inflated(stored, nbytes)
         except zlib.error as error:
-            raise CorruptError(f"{self.file}: the record {self.name}: {error}") from None
+            raise CorruptError(
+                f"{self.file}: the record {self.name}: {error}; restore the file from another copy"
+            ) from None
 
     def decoded(self, stored: memoryview) -> bytes:
         """Returns all decoded bytes. Raises CorruptError unless length and CRC-32 are right."""
@@ -245,7 +247,10 @@ class Archive:
         """Returns the record of a name without the folder. Raises CorruptError if it is missing."""
         found = self._records.get(self._folder + name)
         if found is None:
-            raise CorruptError(f"{self.where}: the zip lacks the record {self._folder}{name}")
+            raise CorruptError(
+                f"{self.where}: the zip lacks the record {self._folder}{name}; restore the file "
+                "from another copy"
+            )
         if not found.stored:
             raise UnsupportedError(
                 f"{self.where}: the record {found.name} is compressed, so that no range of the "
@@ -328,7 +333,8 @@ class Archive:
     def _outside(self, record: Record) -> CorruptError:
         return CorruptError(
             f"{self.where}: the record {record.name} of {record.nbytes} bytes at byte "
-            f"{record.header} reaches beyond the {self._window.length} bytes of the zip"
+            f"{record.header} reaches beyond the {self._window.length} bytes of the zip; restore "
+            "the file from another copy"
         )
 
     def _directory(self) -> dict[str, Record]:

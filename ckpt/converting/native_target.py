@@ -260,5 +260,5 @@ def check_located(record: TensorRecord) -> None:
     if found != prod(record.shape):
         raise HoleError(
             f"{record.name}: only {found} of its {prod(record.shape)} elements are in the "
-            "checkpoint"
+            "checkpoint: the part of a rank is missing; copy the files of all ranks"
         )

@@ -81,7 +81,7 @@ def is_plain_storage(storage: object, kind: type[T]) -> TypeGuard[T]:
 def check_state(state_dict: object) -> None:
     """Raises ArgumentTypeError unless the state dict is a mapping."""
     if not isinstance(state_dict, Mapping):
-        raise ArgumentTypeError(f"state_dict is a dict, not a {type(state_dict).__name__}")
+        raise ArgumentTypeError(f"state_dict is a {type(state_dict).__name__}; give a dict")
 
 
 def on_all_ranks(

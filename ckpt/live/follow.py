@@ -77,10 +77,10 @@ def follow(
             "after="
         )
     if after is not None and (not isinstance(after, int) or after < -1):
-        raise ArgumentError(f"after is {after!r}, not a version")
+        raise ArgumentError(f"after is {after!r}; give the number of a version, or None")
     is_number = isinstance(timeout, int | float)
     if timeout is not None and not (is_number and 0 <= timeout < float("inf")):
-        raise ArgumentError(f"timeout is {timeout!r}, not a number of seconds from 0")
+        raise ArgumentError(f"timeout is {timeout!r}; give seconds from 0 on, or None")
     return _versions(address, -1 if after is None else after, group, timeout, storage_options)
 
 

@@ -158,7 +158,7 @@ class HostServer:
         if not NAME.fullmatch(name):
             raise ArgumentError(f"name={name!r:.80}: it must match {NAME.pattern}")
         if not token:
-            raise ArgumentError("token='': a live state is served with a token")
+            raise ArgumentError("token='': give a text, or leave token= out for a random one")
         if advertise is None and address in EVERY_ADDRESS:
             raise ArgumentError(
                 f"address={address!r}: readers need the address of one interface; give advertise="

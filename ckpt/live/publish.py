@@ -102,7 +102,7 @@ def publish(
                 f"address is {address!r:.80}; give None, or an address such as '0.0.0.0'"
             )
         if isinstance(lease_seconds, bool) or not isinstance(lease_seconds, int | float):
-            raise ArgumentTypeError(f"lease_seconds is {lease_seconds!r:.80}; it is a number")
+            raise ArgumentTypeError(f"lease_seconds is {lease_seconds!r:.80}; give a number")
         if not 0.1 <= lease_seconds <= MOST_LEASE_SECONDS:
             raise ArgumentError(
                 f"lease_seconds is {lease_seconds!r}; it can be 0.1 to {MOST_LEASE_SECONDS}"
@@ -319,8 +319,8 @@ class LiveState(Uncopied):
             raise ClosedError(f"{self.hosts.url.shown} is closed; publish the state again")
         if version is not None and type(version) is not int:
             raise ArgumentTypeError(
-                f"{self.hosts.url.shown}: version is {version!r:.80}; it is a whole number, as int "
-                "gives it"
+                f"{self.hosts.url.shown}: version is {version!r:.80}; give a whole number, as "
+                "int() makes it"
             )
 
     def drop_others(self) -> None:

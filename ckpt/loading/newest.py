@@ -345,10 +345,11 @@ def _check_sizes(where: str, store: Store, wanted: dict[str, int]) -> None:
     there = store.sizes()
     for name, size in wanted.items():
         if name not in there:
-            raise CorruptError(f"{where}/{name}: the file is missing")
+            raise CorruptError(f"{where}/{name}: the file is missing; restore it from another copy")
         if there[name] != size:
             raise CorruptError(
-                f"{where}/{name}: the file has {there[name]} bytes, {size} were written"
+                f"{where}/{name}: the file has {there[name]} bytes, {size} were written; restore "
+                "it from another copy"
             )
 
 

@@ -161,8 +161,8 @@ def requests_for(
         if found != copies.numel(wanted):
             count = f"only {found}" if found < wanted.box.numel else f"{found} in the place"
             raise HoleError(
-                f"{name}: {count} of the {wanted.box.numel} elements of {wanted.box} are in the "
-                "checkpoint"
+                f"{name}: only {count} of the {wanted.box.numel} elements of {wanted.box} are in "
+                "the checkpoint: the part of a rank is missing; copy the files of all ranks"
             )
     return requests
 

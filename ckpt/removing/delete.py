@@ -189,7 +189,9 @@ def remove_link(
     ]
     _check_unpinned(link, None)
     if users:
-        raise InUseError(f"{link}: {borrowing(users)} and cannot be read without it")
+        raise InUseError(
+            f"{link}: {borrowing(users)} and cannot be read without it; delete that first"
+        )
     if gone is not None:
         gone.add(join_url(parent, name))
     else:

@@ -513,10 +513,13 @@ class Checkpointer(Uncopied):
         self.wait_until_finished()
         memory = [] if self._memory is None else self._ranks.memory_steps(self._memory)
         if any(one.step == step for one, _ in memory):
-            raise MisuseError(f"step {step} is in memory (memory=), which keeps the last two steps")
+            raise MisuseError(
+                f"step {step} is in memory (memory=), which keeps the last two steps and frees "
+                "each by itself; delete a step that is in the folder"
+            )
         self._check_place(step)
         if not self._saves.own((self._saves.last_step or 0) + 1, None, self._counter):
-            raise StoreError(f"{self.url}: step {step} was not deleted: the store fails")
+            raise StoreError(f"{self.url}: step {step} was not deleted: the store fails; try again")
         self._ranks.delete(step, self._local, self._saves.look(None))
 
     def pin(self, step: int, name: str) -> None:

@@ -77,7 +77,9 @@ def copy(
     source, target = os.fspath(src), os.fspath(dst)
     there = storage_options if dst_storage_options is None else dst_storage_options
     if one_spelling(source) == one_spelling(target):
-        raise ArgumentError(f"{without_secrets(source)}: the source and the target are one place")
+        raise ArgumentError(
+            f"{without_secrets(source)}: this is source and target; give another target"
+        )
     places = _Places(source, target, storage_options, there, progress)
     with open_store(source, storage_options) as store:
         is_one = store.exists(MANIFEST)
@@ -204,7 +206,7 @@ def _copy(
     if time.monotonic() - began > GRACE_SECONDS / 2:
         raise StoreError(
             f"{target.url}: the copy took more than {GRACE_SECONDS / 7200:g} hours, after which "
-            "its files may count as left-overs; nothing was committed"
+            "its files may count as left-overs; nothing was committed: copy it again"
         )
     target.commit(MANIFEST, data, False)
     return sum(file.size for file in missing) + len(data)

@@ -59,10 +59,14 @@ def set_pin(url: str, step: int, name: str, is_pinned: bool, options: Options) -
     with open_store(url, options) as store:
         if not is_pinned:
             if file not in store.names():
-                raise NotACheckpointError(f"{place}: it is not pinned as {name!r}")
+                raise NotACheckpointError(
+                    f"{place}: it is not pinned as {name!r}; `ckpt ls` shows the pins"
+                )
             store.delete(file)
         elif f"{folder}/" not in store.entries() or not store.exists(f"{folder}/{MANIFEST}"):
-            raise NotACheckpointError(f"{place}: there is no checkpoint to pin")
+            raise NotACheckpointError(
+                f"{place}: there is no checkpoint to pin; `ckpt ls` shows the steps"
+            )
         elif file not in store.names():
             store.commit(file, json.dumps({"step": step, "name": name}).encode(), True)
 

@@ -296,7 +296,7 @@ def check_options(ranks: Ranks, store: Store, options: SaveOptions) -> None:
         raise ArgumentTypeError(f"metadata is {options.metadata!r:.80}; give a dict of texts")
     for key, text in options.metadata.items():
         if not isinstance(key, str) or not isinstance(text, str):
-            raise StateError(f"metadata[{key!r}] is {text!r:.80}: metadata holds text only")
+            raise StateError(f"metadata[{key!r}] is {text!r:.80}; give a text, as by str()")
         if key in WRITER_KEYS:
             raise ArgumentError(
                 f"metadata[{key!r}]: ckpt writes this key itself, and {', '.join(WRITER_KEYS)}; "

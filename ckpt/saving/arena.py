@@ -95,7 +95,9 @@ class Arena:
                 if number == errno.EINTR:  # Python repeats only calls of its own
                     continue
                 raise StoreError(
-                    number, f"{os.strerror(number)}, for {nbytes:,} bytes of shared memory"
+                    number,
+                    f"{os.strerror(number)}, for {nbytes:,} bytes of shared memory; give the "
+                    "machine or container more of it (/dev/shm), or save with blocking=True",
                 )
             at += done
 

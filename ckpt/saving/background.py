@@ -320,7 +320,7 @@ class SaveHandle(Uncopied):
             done, total = self.progress()
             raise WaitTimeoutError(
                 f"{self.url}: the save is not complete after {timeout:g} s; this rank has written "
-                f"{done:,} of {total:,} bytes"
+                f"{done:,} of {total:,} bytes; wait again"
             )
         error = self.untold() or self._error
         if error is not None:
@@ -341,7 +341,9 @@ class SaveHandle(Uncopied):
         if timeout is None:
             self._help()
         if not self._staged.wait(timeout):
-            raise WaitTimeoutError(f"{self.url}: the state is not copied after {timeout:g} s")
+            raise WaitTimeoutError(
+                f"{self.url}: the state is not copied after {timeout:g} s; wait again"
+            )
 
     def progress(self) -> tuple[int, int]:
         """Returns the bytes of tensors that this rank has written, and the bytes of all of them."""

@@ -78,7 +78,10 @@ def by_name(entries: Iterable[tuple[str, _T]], where: str = "the checkpoint") ->
     found: dict[str, _T] = {}
     for name, entry in entries:
         if name in found:
-            raise StateError(f"two entries of {where} get the name {name!r}")
+            raise StateError(
+                f"two entries of {where} get the name {name!r}; give rename= other new names, or "
+                "leave one out (exclude=)"
+            )
         found[name] = entry
     return found
 

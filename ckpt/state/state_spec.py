@@ -82,11 +82,15 @@ def merged(summaries: Sequence[tuple[Sequence[int], StateSpec]], world: Mesh) ->
         for name, target in described.aliases.items():
             if aliases.setdefault(name, target) != target:
                 raise StateError(
-                    f"{name}: tied to {aliases[name]} on one rank, to {target} on rank {ranks[0]}"
+                    f"{name}: tied to {aliases[name]} on one rank, to {target} on rank {ranks[0]}; "
+                    "tie it alike on all ranks"
                 )
     for name in aliases:
         if name in held:
-            raise StateError(f"{name}: tied to {aliases[name]} on some ranks only")
+            raise StateError(
+                f"{name}: tied to {aliases[name]} on some ranks only; tie it on all ranks, or on "
+                "none"
+            )
     tree = _merged_tree([(min(ranks, default=0), described.tree) for ranks, described in summaries])
     uniting = _Uniting(world)
     tensors = {name: uniting.united(name, entries) for name, entries in held.items()}
@@ -182,7 +186,7 @@ class _Uniting:
                 raise StateError(
                     f"{name}: rank {groups[0][0]} has it sharded over the ranks "
                     f"{_shown_ranks(layout)}, of which {sorted(absent)[:8]} do not have it in "
-                    "their state"
+                    "their state; put it into the state on each of its ranks"
                 )
         if len(by_layout) == 1:
             return first
@@ -241,7 +245,8 @@ def check_members(tensors: Mapping[str, StoredTensor], world: Mesh) -> None:
             if absent:
                 raise StateError(
                     f"{name}: sharded over the ranks {_shown_ranks(tensor.layout)}, of which "
-                    f"{absent[:8]} are not in the process group that saves"
+                    f"{absent[:8]} are not in the process group that saves; pass group= with all "
+                    "of them"
                 )
 
 

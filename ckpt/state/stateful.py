@@ -281,7 +281,7 @@ def optimizer_entries(
     every = list(chain.from_iterable(entry.names for entry in named))
     if len(set(every)) != len(every):
         twice = next(name for name in every if every.count(name) > 1)
-        raise StateError(f"{path}: two parameters of the optimizer have the name {twice}")
+        raise StateError(f"{path}: two parameters of the optimizer are named {twice}; rename one")
     state: dict[object, object] = {}
     for key, value in packed["state"].items():
         if isinstance(key, int) and key < len(named):

@@ -102,7 +102,7 @@ class HttpOptions:
         token = token or options.get("token") or os.environ.get(TOKEN_VARIABLE) or None
         seconds, certificate = options.get("timeout", TIMEOUT_SECONDS), options.get("certificate")
         if not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
-            raise ArgumentError(f"timeout in storage_options is {seconds!r}, not seconds above 0")
+            raise ArgumentError(f"timeout in storage_options is {seconds!r}; give seconds above 0")
         for one in (token, options.get("token")):
             if one is not None and not (isinstance(one, str) and _IS_TOKEN.fullmatch(one)):
                 raise ArgumentError(
@@ -110,7 +110,7 @@ class HttpOptions:
                     "ASCII characters"
                 )
         if not isinstance(certificate, str | None):
-            raise ArgumentError(f"certificate in storage_options is {certificate!r}, not a path")
+            raise ArgumentError(f"certificate in storage_options is {certificate!r}; give a path")
         return cls(token, float(seconds), certificate)
 
     def stored(self) -> dict[str, object]:

@@ -499,8 +499,8 @@ def _check_options(file_system: Any) -> None:
     endpoint = file_system.endpoint_url or file_system.client_kwargs.get("endpoint_url")
     if endpoint and not str(endpoint).startswith(("http://", "https://")):
         raise ArgumentError(
-            f"storage_options= has the endpoint_url {without_secrets(str(endpoint))!r}, which does "
-            "not begin with http:// or https://"
+            f"storage_options= has the endpoint_url {without_secrets(str(endpoint))!r}; give one "
+            "that begins with http:// or https://"
         )
 
 

@@ -47,7 +47,7 @@ def checked_verify(verify: Verify) -> Verify:
     """Returns a caller's `verify=`. Raises ArgumentError unless it is True, False or "all"."""
     if isinstance(verify, bool) or verify == "all":
         return verify
-    raise ArgumentError(f"verify is True, False or 'all', not {verify!r}")
+    raise ArgumentError(f"verify is {verify!r}; give True, False or 'all'")
 
 
 class RecordSums:

@@ -217,7 +217,9 @@ class Items:
         found = self._extents.get((name, offsets))
         if found is None:
             place = "" if offsets is None else f" at {offsets}"
-            raise CorruptError(f"{METADATA}: no item is listed for {name}{place}")
+            raise CorruptError(
+                f"{METADATA}: no item is listed for {name}{place}; restore it from another copy"
+            )
         return found
 
     def _tails(self) -> dict[str, int]:
@@ -400,7 +402,7 @@ class ItemPieces:
         if extent.nbytes != tensor.storage.nbytes:
             raise CorruptError(
                 f"{archive.where}: the storage of {self._name} {box} has {tensor.storage.nbytes} "
-                f"bytes by its pickle, {extent.nbytes} by its zip"
+                f"bytes by its pickle, {extent.nbytes} by its zip; restore it from another copy"
             )
         self._known.items.add(item, archive, extent, tensor)
         return _Opened(extent, tensor)

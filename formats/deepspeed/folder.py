@@ -364,7 +364,9 @@ def universal_states(
                 sizes[file.name] = file.size
                 _add(nest, file, name, key, shapes.get(name), found)
             if name not in found.fp32:
-                raise CorruptError(f"{FOLDER}/{name}: the file {WEIGHTS}.pt is missing")
+                raise CorruptError(
+                    f"{FOLDER}/{name}: the file {WEIGHTS}.pt is missing; copy it too"
+                )
     if GROUPS.partition("/")[2] in reader.entries(FOLDER):
         file = opened(reader, GROUPS)
         nest.grow(file.pickle_bytes)

@@ -414,7 +414,7 @@ def segment(archive: Archive, value: object, name: str) -> Segment:
         if found != value.storage.nbytes:
             raise CorruptError(
                 f"{archive.where}: the storage of {name} has {value.storage.nbytes} bytes by the "
-                f"pickle, {found} by the zip"
+                f"pickle, {found} by the zip; restore it from another copy"
             )
     return Segment(archive, value)
 

@@ -103,13 +103,14 @@ def decompress(frame: bytes | memoryview, width: int, target: memoryview, where:
         claimed = zstandard.frame_content_size(frame)
         if claimed != len(target):
             raise CorruptError(
-                f"{where}: a zstd frame has {claimed} bytes instead of {len(target)}"
+                f"{where}: a zstd frame has {claimed} bytes instead of {len(target)}; restore the "
+                "file from another copy"
             )
         data = _thread.decompressor.decompress(
             frame, max_output_size=len(target), allow_extra_data=False
         )
     except zstandard.ZstdError as error:
-        raise CorruptError(f"{where}: zstd: {error}") from error
+        raise CorruptError(f"{where}: zstd: {error}; restore the file from another copy") from error
     _unshuffle(data, width, target)
 
 

@@ -269,7 +269,10 @@ def load(data: bytes, file: str = MANIFEST, stored: bool = True) -> Manifest:
         or not _HEX.fullmatch(digest)
         or data[start : start + 2] != b'",'
     ):
-        raise CorruptError(f"{file}: does not begin with its digest: not a manifest, or damaged")
+        raise CorruptError(
+            f"{file}: does not begin with its digest: it is of another program, or damaged; "
+            "restore it from another copy"
+        )
     body = b"{" + data[start + 2 :]
     if xxhash.xxh3_128_hexdigest(body).encode("ascii") != digest:
         raise CorruptError(

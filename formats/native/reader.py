@@ -97,7 +97,7 @@ class Shards:
             if file is None:
                 raise CorruptError(
                     f"{self._reader.url}/{MANIFEST}: {name} lies in the file of rank {rank}, "
-                    "which is not listed"
+                    "which is not listed; restore it from another copy"
                 )
             with self._locks[rank % len(self._locks)]:
                 shard = self._opened.get(rank)

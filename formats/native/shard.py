@@ -141,7 +141,7 @@ def open_shard(
         table = reader.read_end(file.name, size, file.table_bytes)
     except FileNotFoundError as error:
         raise CorruptError(
-            f"{where}: the file is missing; the manifest says rank {file.rank} wrote it"
+            f"{where}: the file of rank {file.rank} is missing; restore it from another copy"
         ) from error
     head = reader.read(file.name, 0, file.header_bytes)
     if _digest((head, table)) != file.digest:
@@ -324,7 +324,10 @@ class Shard:
     def _entry(self, name: str) -> Entry:
         entry = self.index.header.entries.get(name)
         if entry is None or name in OWN_ENTRIES:
-            raise CorruptError(f"{self._where}: {name} should be in this file and is not")
+            raise CorruptError(
+                f"{self._where}: {name} should be in this file and is not; restore the file from "
+                "another copy"
+            )
         return entry
 
     def _pieced(

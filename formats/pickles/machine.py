@@ -79,7 +79,8 @@ def run(data: bytes, at: int, where: str, storage_of: Callable[[object], Storage
         value = machine.run()
         return Loaded(value, machine.at + 1, machine.storages, machine.attributes)
     except FormatError as error:
-        raise type(error)(f"{where}: {error} (byte {machine.at} of the pickle)") from None
+        advice = "; restore the file from another copy" if type(error) is FormatError else ""
+        raise type(error)(f"{where}: {error} (byte {machine.at} of the pickle){advice}") from None
     except _UNSOUND as error:
         raise FormatError(
             f"{where}: the pickle is not valid at byte {machine.at} of {len(data)} "

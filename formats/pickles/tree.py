@@ -336,7 +336,8 @@ class _Walk:
         elif piece.box and self.storages.nbytes_of(storage.key) != storage.nbytes:
             raise CorruptError(
                 f"{self.storages.where}: the storage of {name} has {storage.nbytes} bytes by the "
-                f"pickle, {self.storages.nbytes_of(storage.key)} by the file"
+                f"pickle, {self.storages.nbytes_of(storage.key)} by the file; restore it from "
+                "another copy"
             )
         strides = tensor.strides if is_dense(tensor.shape, tensor.strides) else None
         record = TensorRecord(name, tensor.shape, tensor.dtype, pieces, strides=strides)

@@ -145,12 +145,17 @@ def build(
     document: dict[str, object] = {METADATA_KEY: dict(metadata)}
     for key, text in metadata.items():
         if not isinstance(key, str) or not isinstance(text, str):
-            raise FormatError(f"metadata holds text only, {key!r} is {type(text).__name__}")
+            raise FormatError(
+                f"the metadata {key!r} is of type {type(text).__name__}; give a text, as by str()"
+            )
     at = 0
     for name, dtype, shape, nbytes in entries:
         bits = BITS.get(dtype)
         if bits is None:
-            raise UnsupportedError(f"{name}: safetensors has no dtype {dtype}")
+            raise UnsupportedError(
+                f"{name}: safetensors has no dtype {dtype}; cast it (dtype=), or leave it out "
+                "(exclude=)"
+            )
         if nbytes * 8 != prod(shape) * bits:
             raise FormatError(f"{name}: {dtype} of shape {shape} does not fill {nbytes} bytes")
         if name in document:
@@ -184,14 +189,15 @@ def _header_length(prefix: bytes, file: str, file_size: int | None) -> int:
     if len(prefix) < PREFIX_BYTES:
         raise CorruptError(
             f"{file}: the file has {len(prefix)} bytes, a safetensors file at least "
-            f"{PREFIX_BYTES + 2}: it was truncated, or is of another kind"
+            f"{PREFIX_BYTES + 2}: it was truncated, or is of another kind; restore it from another "
+            "copy"
         )
     length = int.from_bytes(prefix, "little")
     check("header_bytes", length, f"{file}: not a safetensors file, or hostile")
     if file_size is not None and PREFIX_BYTES + length > file_size:
         raise CorruptError(
             f"{file}: the header ends at byte {PREFIX_BYTES + length}, the file has {file_size}: "
-            f"it was truncated, or is not a safetensors file"
+            "it was truncated, or is not a safetensors file; restore it from another copy"
         )
     return length
 

@@ -183,7 +183,7 @@ def in_two_files(file: str, name: str, index: str | None) -> FormatError:
         )
     return FormatError(
         f"{file}: {name} lies in another file of {index} too, and the index does not name one of "
-        "the two"
+        "the two; open one of the files by its name"
     )
 
 

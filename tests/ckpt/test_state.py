@@ -407,7 +407,7 @@ def test_what_cannot_be_stored_is_named_by_its_key_path_and_nothing_is_written(
 
 
 def test_metadata_is_text_and_nothing_is_written_where_it_is_not(tmp_path: Path) -> None:
-    with pytest.raises(ckpt.StateError, match=r"metadata\['run'\] is 7: metadata holds text only"):
+    with pytest.raises(ckpt.StateError, match=r"metadata\['run'\] is 7; give a text"):
         ckpt.save(tmp_path / "checkpoint", {}, metadata={"run": 7})  # type: ignore[dict-item]
     with pytest.raises(ckpt.ArgumentTypeError, match=r"metadata is \['run'\]; give a dict"):
         ckpt.save(tmp_path / "checkpoint", {}, metadata=["run"])  # type: ignore[arg-type]

@@ -131,7 +131,7 @@ def test_a_verify_that_is_none_is_refused_by_all_that_take_one(file: Path) -> No
         lambda: ckpt.read(file, verify="some"),  # type: ignore[arg-type]
         lambda: ckpt.open(file, verify="some"),  # type: ignore[arg-type]
     ):
-        with pytest.raises(ValueError, match="verify is True, False or 'all', not 'some'"):
+        with pytest.raises(ValueError, match="verify is 'some'; give True, False or 'all'"):
             call()
 
 

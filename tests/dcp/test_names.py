@@ -146,7 +146,7 @@ def test_a_call_without_a_place_or_with_no_dict_says_so() -> None:
         dcp.load({})
     with pytest.raises(ckpt.ArgumentError, match="pass one, or checkpoint_id="):
         dcp.save({}, storage_writer=dcp.CkptStorageWriter())
-    with pytest.raises(ckpt.ArgumentTypeError, match="state_dict is a dict, not a list"):
+    with pytest.raises(ckpt.ArgumentTypeError, match="state_dict is a list; give a dict"):
         dcp.save([], checkpoint_id="x")  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="nor has torch's"):
         dcp.nothing  # noqa: B018

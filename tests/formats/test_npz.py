@@ -170,7 +170,7 @@ def npy(header: bytes, data: bytes = bytes(16)) -> bytes:
 @pytest.mark.parametrize(
     ("data", "error", "says"),
     [
-        (npy(HEADER)[:40], CorruptError, "its header reaches to byte"),
+        (npy(HEADER)[:40], CorruptError, "its header ends at byte"),
         (npy(HEADER)[:-1], CorruptError, "was truncated"),
         (npy(HEADER) + b"x", CorruptError, "1 bytes follow"),
         (npy(HEADER.replace(b"(2,)", b"(9" + b"9" * 18 + b",)")), HostileError, "absurdly many"),

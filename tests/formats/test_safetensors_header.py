@@ -417,7 +417,7 @@ def test_a_file_of_the_library_is_read(described):
         ([("w", "U8", (1,), 1)] * 2, {}, FormatError, "w: this name is taken"),
         ([("__metadata__", "U8", (1,), 1)], {}, FormatError, "name is taken"),
         ([("\ud800", "U8", (1,), 1)], {}, FormatError, "not Unicode text"),
-        ([], {"step": 1}, FormatError, "'step' is int"),
+        ([], {"step": 1}, FormatError, "'step' is of type int"),
     ],
 )
 def test_what_no_header_can_hold_is_refused(entries, metadata, error, message):

@@ -129,7 +129,7 @@ def test_the_files_of_each_host_come_from_its_server_and_its_end_fails_updates_o
     [
         ({"name": "a/b"}, "letters, digits"),
         ({"lease_seconds": 0}, "lease_seconds is 0"),
-        ({"lease_seconds": "5"}, "lease_seconds is '5'; it is a number"),
+        ({"lease_seconds": "5"}, "lease_seconds is '5'; give a number"),
         ({"lease_seconds": True}, "lease_seconds is True"),
         ({"lease_seconds": np.float32(5)}, "lease_seconds is .*5.0"),
         ({"address": ""}, "address is ''"),
@@ -237,9 +237,7 @@ def test_a_closed_live_state_says_so_and_its_handle_names_no_token(runtime: Path
 def test_a_version_that_is_no_whole_number_or_too_large_is_an_error(runtime: Path) -> None:
     with ckpt.publish({"w": torch.ones(2)}, "policy") as live:
         for version in (np.int64(3), True, 2.0, "2"):
-            with pytest.raises(
-                ckpt.ArgumentTypeError, match=r"version is .*; it is a whole number"
-            ):
+            with pytest.raises(ckpt.ArgumentTypeError, match=r"version is .*; give a whole number"):
                 live.update(version)  # type: ignore[arg-type]
         with pytest.raises(ckpt.ArgumentError, match="not above 1, the newest, and at most 9"):
             live.update(10**30)
