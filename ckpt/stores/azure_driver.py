@@ -71,7 +71,7 @@ class AzureDriver(Session):
         put_if_absent=None, atomic_replace=True, hides_unfinished=True, durable=True
     )
     part_limits = PartLimits(1 << 20, 50_000)
-    deletes_at_once = 1
+    deletes_at_once = 256
     holds_answers = True
 
     def __init__(self, file_system: Any, own: OwnOptions = NO_OPTIONS) -> None:
@@ -253,9 +253,22 @@ class AzureDriver(Session):
         self._run(deleting)
 
     def delete_all(self, paths: Mapping[str, str]) -> None:
-        """Deletes one blob."""
-        for path, tag in paths.items():
-            self.delete(path, tag)
+        """Deletes blobs of one container in one request. Raises OSError if one of them stays."""
+        split = {path: self._fs.split_path(path) for path in paths}
+        (container,) = {container for container, _, _ in split.values()}
+        listed = [
+            {"name": split[path][1], "delete_snapshots": "include", **_if_it_has(tag)}
+            for path, tag in paths.items()
+        ]
+
+        async def send() -> list[int]:
+            client = self._fs.service_client.get_container_client(container)
+            once = {**self._once, "raise_on_any_failure": False}
+            return [one.status_code async for one in await client.delete_blobs(*listed, **once)]
+
+        for path, status in zip(paths, self._run(send()), strict=True):
+            if status not in (202, 404):
+                raise OSError(f"{path}: the server answered {status}")
 
     def delete_folder(self, folder: str) -> None:
         """Does nothing: a prefix has no object of its own."""
@@ -356,6 +369,7 @@ def _sending(request: Any) -> None:
     is_listing = "comp=list" in sent.url or ("comp=blocklist" in sent.url and sent.method == "GET")
     operation = "list" if is_listing else sent.method.lower()
     operation = "copy" if "x-ms-copy-source" in sent.headers else operation
+    operation = "delete" if "comp=batch" in sent.url else operation
     is_data = operation == "put" and "comp=blocklist" not in sent.url
     count_request(operation, int(sent.headers.get("Content-Length") or 0) if is_data else 0)
 

@@ -16,11 +16,11 @@ import torch
 
 import ckpt
 from ckpt.stores.store import open_store
-from tests.selection import thorough
+from tests.selection import slow, thorough
 from tests.stores import states
 from tests.stores.fault_proxy import FaultProxy
 from tests.stores.faults import TRANSIENT, Fault, Request, dead_between, nth, once, seeded
-from tests.stores.places import Place, place_at
+from tests.stores.places import SERVERS, Place, place_at
 from tests.stores.server import Server
 
 DEADLINE_SECONDS = 4
@@ -34,7 +34,7 @@ HARMLESS = (*TRANSIENT, Fault.SHORT_ANSWER)
 """What is mended by another try."""
 
 
-@pytest.fixture(params=["moto", pytest.param("radosgw", marks=pytest.mark.slow)])
+@pytest.fixture(params=["moto", *map(slow, SERVERS[1:])])
 def place(
     request: pytest.FixtureRequest, tmp_path: Path, servers: Callable[[str], Server]
 ) -> Place:
@@ -61,8 +61,9 @@ def tried(
     clusters: Callable, job: str, proxy: FaultProxy, url: str, seed: int, **how: Any
 ) -> Outcome:
     """How a save or load by two ranks through the proxy ended; it is the same on both."""
-    timeouts = {"read_timeout": ANSWER_SECONDS}
-    options = {**proxy.server.options, "config_kwargs": timeouts}
+    options = dict(proxy.server.options)
+    if proxy.server.protocol == "s3":
+        options["config_kwargs"] = {"read_timeout": ANSWER_SECONDS}
     both = clusters(2).run(states.tried, job, url, options, seed, DEADLINE_SECONDS, how)
     outcomes = [Outcome(*one) for one in both]
     assert len({outcome.error is None for outcome in outcomes}) == 1, outcomes
@@ -94,10 +95,10 @@ def test_a_save_and_a_load_are_right_or_an_error_that_says_where(
     earlier, later = f"{place.url}/step-1", f"{place.url}/step-2"
     clusters(2).run(states.save, earlier, place.options, 1, {})
 
-    proxy.schedule = seeded(5, 0.2, [fault])
+    proxy.schedule = seeded(7, 0.2, [fault])
     saving = tried(clusters, "save", proxy, later, 2)
-    assert proxy.faults() == {fault}
     loading = tried(clusters, "load", proxy, earlier, 1)
+    assert proxy.faults() == {fault}
 
     for outcome in (saving, loading):
         assert outcome.seconds < 5 * DEADLINE_SECONDS
@@ -120,6 +121,8 @@ def test_a_save_and_a_load_are_right_or_an_error_that_says_where(
 def test_a_request_that_is_never_answered_is_made_again(
     clusters: Callable, place: Place, proxy: FaultProxy, job: str
 ) -> None:
+    if place.kind == "azurite":
+        pytest.skip("the time for an answer, 60 s, is no option of this driver")
     url = f"{place.url}/step-1"
     if job == "load":
         clusters(2).run(states.save, url, place.options, 1, {})
@@ -226,9 +229,8 @@ def test_a_server_that_stays_away_is_an_error_within_the_deadline_and_the_next_s
 
 
 def reads_an_object(request: Request) -> bool:
-    return (
-        request.method == "GET" and "step-1" in request.target and "list-type" not in request.target
-    )
+    is_listing = "list-type" in request.target or "comp=list" in request.target
+    return request.method == "GET" and "step-1" in request.target and not is_listing
 
 
 READERS: dict[str, Callable[[str, Any, Path], Any]] = {
