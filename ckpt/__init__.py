@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from ckpt.run.memory_tier import Memory
     from ckpt.run.policy import Keep, RunStep
     from ckpt.run.rng import rng
+    from ckpt.run.sampler import ElasticSampler
     from ckpt.saving.background import Saved, SaveHandle
     from ckpt.saving.save import prepare, save
     from ckpt.state.per_rank import PerRank, per_rank
@@ -87,6 +88,7 @@ _WHERE = {
     "RunStep": "ckpt.run.policy",
     "run_steps": "ckpt.run.history",
     "rng": "ckpt.run.rng",
+    "ElasticSampler": "ckpt.run.sampler",
     "PerRank": "ckpt.state.per_rank",
     "per_rank": "ckpt.state.per_rank",
 }
@@ -94,6 +96,7 @@ _WHERE = {
 __all__ = [
     "Checkpoint",
     "Checkpointer",
+    "ElasticSampler",
     "Keep",
     "LeftOver",
     "LiveState",

@@ -72,7 +72,7 @@ def losses_of(
         ("transformers", "with_trainer", ["--dropout", "0.3"], [2]),
         pytest.param("peft", "with_trainer", ["--lora"], [3], marks=SLOW),
         pytest.param("peft", "with_trainer", ["--lora"], [2], marks=SLOW),
-        pytest.param("torchdata", "with_torchdata", [], [2], marks=SLOW),
+        ("torch", "with_dataloader", [], [3, 2]),
         ("torchtitan", "with_torchtitan", [], [3]),
         pytest.param("torchtitan", "with_torchtitan", [], [2], marks=SLOW),
         pytest.param("torchtitan", "with_torchtitan", ["--how", "disabled"], [3], marks=SLOW),
