@@ -251,6 +251,12 @@ def ignored_of(
         if entry_point_of(module) is not None:
             raise ArgumentError("`ignored_modules` should not include FSDP modules")
     all_modules = {part for module in given for part in module.modules()}
+    if root in all_modules:
+        warnings.warn(
+            "Trying to ignore the top-level module passed into the FSDP constructor itself will "
+            f"result in all parameters being ignored and is not well-supported: {root}",
+            stacklevel=3,
+        )
     for entry_point in entry_points(root):
         all_modules |= entry_point.settings.ignored_modules
         parameters |= entry_point.settings.ignored_params

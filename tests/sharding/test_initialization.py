@@ -287,6 +287,9 @@ def ignored_states() -> None:
             for use_orig_params in (False, True):
                 found = ignoring(api, how, use_orig_params)
                 models.same(found, {"sharded": mean, **own}, rtol=1e-5, atol=1e-6)
+        linear = nn.Linear(2, 2)
+        with pytest.warns(UserWarning, match="Trying to ignore the top-level module"):
+            api.FullyShardedDataParallel(linear, ignored_modules=[linear], device_id=CPU)
 
 
 def test_m_22_what_is_ignored_is_neither_moved_nor_sharded_nor_reduced(clusters: Callable) -> None:
