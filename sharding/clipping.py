@@ -27,7 +27,7 @@ def clip_grad_norm(
     Raises ArgumentError, before it communicates, for a `norm_type` that is not above 0.
     """
     if not norm_type > 0:
-        raise ArgumentError(f"norm_type is a number above 0, or inf, not {norm_type}")
+        raise ArgumentError(f"norm_type is {norm_type}; give a number above 0, or inf")
     divided: dict[Groups, list[torch.Tensor]] = {}
     seen: set[int] = set()
     for unit in units_of((module,)):

@@ -375,7 +375,7 @@ def _dtypes(given: Sequence[Pair] | None) -> dict[str, DtypeName | None]:
 def _ranks(text: str) -> int:
     """A number of ranks, for argparse."""
     if not (text.isascii() and text.isdecimal() and int(text) >= 1):
-        raise ArgumentTypeError(f"{text!r} is no number of ranks: 1, 2, 3 ...")
+        raise ArgumentTypeError(f"{text!r} is no number of ranks; give a whole number from 1 on")
     return int(text)
 
 

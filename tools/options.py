@@ -102,7 +102,7 @@ def _parameter(text: str) -> tuple[str, int]:
     """Returns a size by its name, for argparse."""
     name, _, value = text.partition("=")
     if not name or not (value.isascii() and value.isdecimal()):
-        raise ArgumentTypeError(f"{text!r} is no NAME=N, as in heads=32")
+        raise ArgumentTypeError(f"{text!r} is not of the form NAME=N; give it as in heads=32")
     return name, int(value)
 
 
@@ -114,7 +114,7 @@ def _rename(text: str) -> Pair:
     """
     end = text.find("/=", 1) + 1 if text.startswith("/") else text.find("=")
     if end <= 0 and not text.startswith("="):
-        raise ArgumentTypeError(f"{text!r} is no OLD=NEW")
+        raise ArgumentTypeError(f"{text!r} is not of the form OLD=NEW; give it as in net=model")
     return text[:end], text[end + 1 :]
 
 
@@ -176,7 +176,8 @@ def storage_option(text: str) -> Option:
     """
     key, equals, value = text.partition("=")
     if not (key and equals):
-        raise ArgumentTypeError("a storage option is KEY=VALUE")  # the text may be a secret
+        # The text may be a secret.
+        raise ArgumentTypeError("give KEY=VALUE, as in endpoint_url=https://host")
     if value in _PYTHON_S:  # the text "False" would count as true
         raise ArgumentTypeError(f"{key}={value} is not JSON: say {key}={_PYTHON_S[value]}")
     try:

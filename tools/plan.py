@@ -198,7 +198,9 @@ def _ranks(text: str | None, world_size: int) -> list[int]:
         lo, dash, hi = part.strip().partition("-")
         last = hi if dash else lo
         if not (lo.isdecimal() and last.isdecimal() and lo.isascii() and last.isascii()):
-            raise ArgumentError(f"--ranks {text}: {part!r} is no rank and no range, as in 0,4-7")
+            raise ArgumentError(
+                f"--ranks {text}: {part!r} is no rank and no range; give them as in 0,4-7"
+            )
         if not int(lo) <= int(last) < world_size:
             raise ArgumentError(
                 f"--ranks {text}: {part.strip()} is not within ranks 0 to {world_size - 1}"

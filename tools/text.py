@@ -211,7 +211,7 @@ def keep_of(text: str) -> Keep:
 
 def _number(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 19):
-        raise ArgumentTypeError(f"{text!r} is no whole number")
+        raise ArgumentTypeError(f"{text!r} is no whole number; give one, as in last=3")
     return int(text)
 
 

@@ -107,7 +107,9 @@ class Ranks:
         elif is_here:
             self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
             if self.rank < 0:
-                raise NotAMemberError("this rank is not in the process group it was given")
+                raise NotAMemberError(
+                    "this rank is not in the process group that it passed; pass a group of its own"
+                )
             if group is None:
                 self.mesh = _world(self.world_size)
             else:
@@ -285,7 +287,7 @@ class Ranks:
         """Yields this rank's call, or else a new one of this name; None for a single process."""
         seconds = waiting_seconds() if self._seconds is None else self._seconds
         is_time = isinstance(seconds, (int, float)) and seconds > 0  # nan is not
-        wrong = ArgumentError(f"timeout is a number of seconds above 0, not {seconds!r}")
+        wrong = ArgumentError(f"timeout is {seconds!r}; give seconds above 0")
         if self._channel is None:
             if not is_time:
                 raise wrong

@@ -105,7 +105,7 @@ def test_a_mesh_and_a_group_of_other_ranks_are_refused(
     for mesh in (first[0], second[0]):
         assert mesh.startswith("ArgumentTypeError: group is a process group, 'self' or None, not a")
         assert mesh.endswith("DeviceMesh; a mesh has groups: give mesh.get_group()")
-    assert second[1] == "NotAMemberError: this rank is not in the process group it was given"
+    assert second[1].startswith("NotAMemberError: this rank is not in the process group that it ")
     assert not (tmp_path / "c").exists()
 
 

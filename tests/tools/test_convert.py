@@ -299,9 +299,9 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(run, saved, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--rename", "old"], "'old' is no OLD=NEW"),
+        (["--rename", "old"], "'old' is not of the form OLD=NEW"),
         (["--rename", "a=b", "--rename", "a=c"], "--rename has 'a' twice"),
-        (["--set", "heads=many"], "'heads=many' is no NAME=N"),
+        (["--set", "heads=many"], "'heads=many' is not of the form NAME=N"),
         (["--dtype", "int8"], "cannot be cast to 'int8'"),
         (["--dtype", "float16", "--dtype", "bfloat16"], "--dtype has '*' twice"),
         (["--map", "nothing"], "'nothing' is neither a mapping nor a file; the mappings are"),
