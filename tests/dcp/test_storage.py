@@ -474,6 +474,7 @@ def test_the_storage_has_ids_of_a_save_and_a_load_as_torch_s(tmp_path: Path) -> 
     reader.close()
     assert found is not None
     assert (str(found.checkpoint_id), found.load_id) == (str(tmp_path), reader.load_id)
+    assert found.save_id is None
     before = writer.save_id, reader.load_id
     writer.reset()
     reader.reset()
