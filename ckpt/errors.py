@@ -348,8 +348,7 @@ class FallbackWarning(Picklable, UserWarning):
         """The skipped checkpoints, newest first, with the reasons."""
         shown = "\n".join(f"  {one.message}" for one in self.skipped)
         super().__init__(
-            f"{without_secrets(taken)} is used in the place of checkpoints that are not sound:\n"
-            f"{shown}"
+            f"{without_secrets(taken)} is used in place of checkpoints that are not sound:\n{shown}"
         )
 
 

@@ -43,9 +43,7 @@ class Kind:
 
 
 _SAVE = "load it with its own library, and save the tensors as safetensors or with numpy.savez"
-_PAGE = (
-    "download it again: it was saved in the place of the weights, as a login page or an error is"
-)
+_PAGE = "download it again: it was saved in place of the weights, as a login page or an error is"
 
 GGUF = Kind("a GGUF file", reader="gguf:read")
 NPY = Kind("a .npy file", reader="npz:read")
@@ -53,7 +51,7 @@ ZIP = Kind("a zip", reader="torch_save:read_zip")
 PICKLE = Kind("a pickle", reader="torch_save:read_pickles")
 SAFETENSORS = Kind("a safetensors file", reader="safetensors.file:read")
 LFS = Kind(
-    "a Git LFS pointer in the place of the file", "fetch the file: `git lfs pull` in its repository"
+    "a Git LFS pointer in place of the file", "fetch the file: `git lfs pull` in its repository"
 )
 HTML = Kind("an HTML page", _PAGE)
 HDF5 = Kind("an HDF5 file, as of Keras or h5py", _SAVE)

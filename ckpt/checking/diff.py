@@ -173,7 +173,7 @@ def diff(
             numbers.
         progress: called with numbers of bytes of A's tensors as they are compared.
         storage_options: options of the fsspec drivers of both URLs.
-        b_storage_options: options of the driver of `b` in the place of `storage_options`.
+        b_storage_options: options of the driver of `b` in place of `storage_options`.
 
     Raises:
         NotACheckpointError: no checkpoint is at `a` or `b`.

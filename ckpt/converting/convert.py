@@ -164,7 +164,7 @@ def convert(
             for `hf` also the model of a checkpoint with a model and an optimizer (see `part`),
             unless `include`, `exclude`, `mapping` or `rename` name tensors. An empty one takes
             everything.
-        part: `model` or `optimizer`, in the place of `select`: the top entry `model`, `state_dict`,
+        part: `model` or `optimizer`, in place of `select`: the top entry `model`, `state_dict`,
             `model_state_dict` or `module`, the one item of `models`, or everything if there is no
             optimizer; the one dict with `state` and `param_groups`.
         include: patterns of names to convert, without `select`: `*` and `?`, or a regular
@@ -205,7 +205,7 @@ def convert(
             default one process calls this. Rank 0 alone compresses.
         progress: called with numbers of bytes as this rank reads them.
         storage_options: options of the fsspec drivers of both URLs.
-        dst_storage_options: options of the driver of `dst` in the place of `storage_options`.
+        dst_storage_options: options of the driver of `dst` in place of `storage_options`.
 
     Raises:
         ArgumentError: a format, kind, number of ranks or dtype is unknown, the format has no such

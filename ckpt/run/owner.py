@@ -10,7 +10,7 @@ Rules:
    epoch there makes the save an error on all ranks. A listing of all files of a bucket serves for
    two seconds, but each manifest is preceded by a listing of its own.
 3. Another start may take the folder between the last look and the commit. Its order is still the
-   higher one, so that it never restores or keeps a step in the place of a step of its own.
+   higher one, so that it never restores or keeps a step in place of a step of its own.
 4. A start that has not saved takes no run from a later start. Each notes the highest epoch that it
    found when it began, and the owner's file tells that of the owner: the later start found the
    higher one. Only of two that found the same one the clock tells which began later.
@@ -194,7 +194,7 @@ class Ownership:
         raise NotOwnerError(
             f"{without_secrets(self._url)} belongs to another job now: host {told.get('host')}, "
             f"process {told.get('pid')}{age}{f' ({command})' if command else ''}. Nothing was "
-            "saved or removed. End this job; to go on with it in the place of the other, end the "
+            "saved or removed. End this job; to go on with it in place of the other, end the "
             "other and start this one again"
         )
 

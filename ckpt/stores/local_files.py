@@ -161,7 +161,7 @@ def _opened(path: str, shown: str) -> int:
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
-    raise HostileError(f"{shown}: a folder, pipe or device is in the place of a file")
+    raise HostileError(f"{shown}: a folder, pipe or device is in place of a file")
 
 
 IO_VECTORS = 1024

@@ -46,7 +46,7 @@ _ADVICE = (
     ((errno.ENAMETOOLONG,), "choose a shorter path"),
     (
         (errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EEXIST, errno.ENOTEMPTY),
-        "look at this path: it has a file, folder or link in the place of another one",
+        "look at this path: it has a file, folder or link in place of another one",
     ),
     (
         (errno.ENOENT, errno.ESTALE),
@@ -82,7 +82,7 @@ def disk_error(doing: str, place: str, error: OSError) -> StoreError:
 
 
 class explained_on_disk:  # noqa: N801 - as `contextlib.suppress`: it is called like a function
-    """Raises StoreError (`disk_error`) in the place of an error of the operating system.
+    """Raises StoreError (`disk_error`) in place of an error of the operating system.
 
     With `or_missing` the error for a path that is not there passes through. A class takes a third
     of the time of a generator, and a save enters some forty of these.

@@ -370,7 +370,7 @@ def _placement(placement: TorchPlacement, shape: tuple[int, ...], name: str) -> 
         raise PartialError(
             f"{name}: the ranks hold summands of this DTensor ({placement}), which have no place "
             "in a checkpoint; store tensor.redistribute(placements=...) with Replicate() or "
-            "Shard(dim) in the place of Partial(), or tensor.full_tensor()"
+            "Shard(dim) in place of Partial(), or tensor.full_tensor()"
         )
     if isinstance(placement, (torch_placements._StridedShard, torch_placements.Shard)):
         dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim

@@ -261,5 +261,5 @@ def test_links_that_lead_to_themselves_are_nobody_s_concern(tmp_path: Path) -> N
 def test_a_folder_in_the_place_of_a_manifest_is_told_of_and_passed_over(tmp_path: Path) -> None:
     sound = save(tmp_path / "step-1")
     (tmp_path / "step-2" / "manifest.json").mkdir(parents=True)
-    with pytest.warns(ckpt.FallbackWarning, match="in the place of a file"):
+    with pytest.warns(ckpt.FallbackWarning, match="in place of a file"):
         assert ckpt.latest(tmp_path) == str(sound)

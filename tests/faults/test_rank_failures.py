@@ -390,7 +390,7 @@ def test_a_time_out_that_is_none_is_an_error_on_all_ranks(
         return
     assert first == ("RankError", f"ckpt.save failed on rank 1 with ArgumentError: {said}")
     assert second == ("ArgumentError", said)
-    with pytest.raises(ValueError, match="timeout is .*; give seconds"):
+    with pytest.raises(ValueError, match="; give seconds above 0"):
         ckpt.save(tmp_path / "alone", {"step": 1}, timeout=seconds)
 
 
