@@ -159,10 +159,12 @@ def requests_for(
                 found += copy.numel
                 requests.append(ReadRequest(name, itemsize, copy, extent, target))
         if found != copies.numel(wanted):
-            count = f"only {found}" if found < wanted.box.numel else f"{found} in the place"
+            is_hole = found < wanted.box.numel
+            count = f"only {found}" if is_hole else f"{found} in place"
+            cause = "a part is missing" if is_hole else "parts overlap"
             raise HoleError(
-                f"{name}: only {count} of the {wanted.box.numel} elements of {wanted.box} are in "
-                "the checkpoint: the part of a rank is missing; copy the files of all ranks"
+                f"{name}: {count} of the {wanted.box.numel} elements of {wanted.box} are in the "
+                f"checkpoint: {cause}; copy the files of all ranks of one save"
             )
     return requests
 

@@ -614,7 +614,7 @@ def test_a_hole_and_an_overlap_in_what_is_stored_are_errors_that_name_the_tensor
     with pytest.raises(HoleError, match=r"model\.w: only 90 of the 100 elements of \[0:10, 0:10\]"):
         list(requests_for(holed, whole))
     doubled = TensorRecord("model.w", (10, 10), BY_NAME["F32"], PieceTable([upper, upper, lower]))
-    with pytest.raises(HoleError, match=r"model\.w: 140 in the place of the 100"):
+    with pytest.raises(HoleError, match=r"model\.w: 140 in place of the 100"):
         list(requests_for(doubled, whole))
 
 
