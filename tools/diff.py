@@ -71,6 +71,7 @@ class Options:
     rename: list[Pair] | None
     tensors_only: bool
     ignore_dtype: bool
+    read_all: bool
     verbose: bool
     quiet: bool
     as_json: bool
@@ -95,6 +96,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_name_changes(parser, "A")
     add("--tensors-only", action="store_true", help="compare neither plain values nor structure")
     add("--ignore-dtype", action="store_true", help="compare tensors of other dtypes as numbers")
+    add(
+        "--read-all",
+        action="store_true",
+        help="read all bytes, also those of chunks that have equal checksums in both",
+    )
     add("-v", "--verbose", action="store_true", help="all differences, and the equal tensors")
     add_quiet(parser)
     add("--json", dest="as_json", action="store_true", help="the differences as JSON")
@@ -127,6 +133,7 @@ def run(options: Options) -> int:
             config=options.config,
             values=not options.tensors_only,
             dtype=not options.ignore_dtype,
+            read_all=options.read_all,
             progress=advance,
             storage_options=told,
             b_storage_options=mapping(options.b_storage_options),
@@ -275,6 +282,8 @@ def _module_lines(differing: Sequence[TensorDifference], equal: Sequence[str]) -
 
 def _sum_lines(found: Comparison, largest: float) -> Iterator[str]:
     compared = f"{count(found.compared_tensors, 'tensor')}, {size(found.compared_bytes)} compared"
+    if found.unread_bytes:
+        compared += f", {size(found.unread_bytes)} of them by checksums alone"
     if found.close_tensors:
         compared += f"; {found.close_tensors} within the tolerance and not equal"
         largest = max(largest, found.max_abs)

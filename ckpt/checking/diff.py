@@ -10,8 +10,9 @@ Rules:
 4. Plain values, and the kinds of containers and keys (`ckpt.mapping.structure`), are compared if
    both formats can hold them. DCP makes all keys text, so its keys are not compared with other
    formats.
-5. All checksums of the compared tensors are compared too, also if a tensor is a part of a record. A
-   wrong checksum is an error, not a difference.
+5. Where both sides have checksums of the same chunks, only chunks whose checksums differ are read.
+   All checksums of what is read are compared too, also if a tensor is a part of a record. A wrong
+   checksum is an error, not a difference.
 6. A pattern must match a name of one of the two (`ckpt.match.selection`). A mistyped pattern would
    otherwise find no difference.
 """
@@ -31,6 +32,7 @@ from ckpt.checking.elements import (
     decade_name,
     read_elements,
     same_value,
+    unlike_ranges,
 )
 from ckpt.mapping.changes import Changes, MappingName
 from ckpt.mapping.structure import Container, StructureDifference, compare_structure, containers
@@ -108,6 +110,8 @@ class Comparison:
     compared_tensors: int
     """The number of pairs whose elements were compared."""
     compared_bytes: int
+    unread_bytes: int
+    """Those of them that have equal checksums in both, and were not read."""
     close_tensors: int
     """The number of pairs that are within the tolerance and not equal to the bit."""
     max_abs: float
@@ -152,6 +156,7 @@ def diff(
     config: str | os.PathLike[str] | None = None,
     values: bool = True,
     dtype: bool = True,
+    read_all: bool = False,
     progress: Callable[[int], None] | None = None,
     storage_options: Options = None,
     b_storage_options: Options = None,
@@ -171,6 +176,8 @@ def diff(
         values: whether plain values, and the kinds of containers and keys, are compared too.
         dtype: whether different dtypes are a difference. If False, elements are compared as
             numbers.
+        read_all: whether all elements are read and all their checksums compared. By default chunks
+            that have equal checksums in both are not read: `ckpt.verify` finds later damage.
         progress: called with numbers of bytes of A's tensors as they are compared.
         storage_options: options of the fsspec drivers of both URLs.
         b_storage_options: options of the driver of `b` in place of `storage_options`.
@@ -209,7 +216,7 @@ def diff(
         tolerance = Tolerance(rtol, atol)
         # Blocks of a record that were compared before its checksum was wrong are read again too.
         return repeated(
-            lambda: _compare(one, other, tolerance, values, dtype, progress),
+            lambda: _compare(one, other, tolerance, values, dtype, read_all, progress),
             one.engine.sums,
             other.engine.sums,
         )
@@ -297,12 +304,13 @@ def _compare(
     tolerance: Tolerance,
     with_values: bool,
     with_dtype: bool,
+    read_all: bool,
     progress: Callable[[int], None] | None,
 ) -> Comparison:
     differences: list[TensorDifference] = []
     pairs: set[tuple[str, str]] = set()
     equal: list[str] = []
-    compared_bytes = compared = close = 0
+    compared_bytes = unread_bytes = compared = close = 0
     max_abs = 0.0
     for name, left in a.tensors.items():
         right = b.tensors.get(name)
@@ -313,9 +321,11 @@ def _compare(
         if described is not None:
             differences.append(described)
             continue
-        found = _compare_elements(a.engine, left, b.engine, right, tolerance, progress)
+        ranges = [(0, prod(left.shape))] if read_all else unlike_ranges(left, right)
+        found = _compare_elements(a.engine, left, b.engine, right, ranges, tolerance, progress)
         compared += 1
         compared_bytes += left.nbytes
+        unread_bytes += left.nbytes - sum(hi - lo for lo, hi in ranges) * left.dtype.itemsize
         max_abs = max(max_abs, found.max_abs)
         if found.differing:
             differences.append(_values_difference(name, left, found))
@@ -337,6 +347,7 @@ def _compare(
         equal_tensors=tuple(equal),
         compared_tensors=compared,
         compared_bytes=compared_bytes,
+        unread_bytes=unread_bytes,
         close_tensors=close,
         max_abs=max_abs,
         notes=notes,
@@ -388,20 +399,24 @@ def _compare_elements(
     left: TensorRecord,
     b: RangeReader,
     right: TensorRecord,
+    ranges: Sequence[tuple[int, int]],
     tolerance: Tolerance,
     progress: Callable[[int], None] | None,
 ) -> Numbers:
-    """Compares the elements of two tensors of one shape. Reads both once."""
-    found = Numbers()
-    elements = prod(left.shape)
-    step = max(1, BLOCK_BYTES // max(left.dtype.itemsize, right.dtype.itemsize))
-    for lo in range(0, elements, step):
-        hi = min(lo + step, elements)
-        here = read_elements(a, left, lo, hi)
-        there = read_elements(b, right, lo, hi)
-        found = found.then(compare(here, left.dtype, there, right.dtype, tolerance), lo)
-        if progress is not None:
-            progress((hi - lo) * left.dtype.itemsize)
+    """Compares ranges of elements of two tensors of one shape. Reads each once."""
+    found, itemsize, told = Numbers(), left.dtype.itemsize, 0
+    step = max(1, BLOCK_BYTES // max(itemsize, right.dtype.itemsize))
+    for first, end in ranges:
+        for lo in range(first, end, step):
+            hi = min(lo + step, end)
+            here = read_elements(a, left, lo, hi)
+            there = read_elements(b, right, lo, hi)
+            found = found.then(compare(here, left.dtype, there, right.dtype, tolerance), lo)
+            if progress is not None:
+                progress((hi - told) * itemsize)
+                told = hi
+    if progress is not None and told < prod(left.shape):
+        progress((prod(left.shape) - told) * itemsize)
     return found
 
 

@@ -7,6 +7,8 @@ Rules:
    complex128, which hold every number of the smaller types.
 3. A table, made by torch, has the numbers of an 8-bit float; nothing else here needs torch. Dtypes
    without numbers (packed 4-bit floats) are always compared as bits.
+4. Two chunks of one place whose checksums are equal have equal bytes (`unlike_ranges`): xxh3 with
+   128 bits. Two whose checksums differ may still decode to equal bytes.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from operator import mul
+from typing import TypeAlias
 
 import numpy as np
 
@@ -22,7 +27,7 @@ from ckpt.transfer.read import Array, RangeReader, bytes_of
 from formats.catalog import TensorRecord, Tree, TypedValue
 from formats.dtypes import DType
 from sharding.errors import ArgumentError
-from sharding.layout import Piece, span_boxes
+from sharding.layout import Piece, Shape, row_major, span_boxes
 
 _MEMORY = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 _NUMPY = {
@@ -44,6 +49,8 @@ _NUMPY = {
 """The dtypes that numpy has."""
 
 
+_Place: TypeAlias = tuple[Shape, Shape, int]
+"""A box of elements within one chunk, by its corners, and the place of its first in the chunk."""
 ZERO, INFINITE = -1000, 1000
 """The decades of equal numbers with different bits, and of elements that are not numbers."""
 
@@ -132,6 +139,53 @@ def read_elements(engine: RangeReader, record: TensorRecord, lo: int, hi: int) -
         at += box.numel
     engine.run(requests_for(record, pieces), [bytes_of(array)])
     return array
+
+
+def unlike_ranges(a: TensorRecord, b: TensorRecord) -> list[tuple[int, int]]:
+    """Returns the ranges of elements, in row-major order, whose bits may differ. Reads no element.
+
+    All others lie in chunks with equal checksums. The tensors have one shape. Where the two have no
+    chunks of the same elements, such as those of other world sizes, the ranges have all elements.
+    """
+    here, there = _checksums(a), _checksums(b)
+    if a.dtype != b.dtype or here is None or there is None:
+        return [(0, math.prod(a.shape))]
+    steps, ranges = row_major(a.shape), list[tuple[int, int]]()
+    unlike = (box for box, found in here.items() if there.get(box) != found)
+    ends = ((sum(map(mul, lo, steps)), sum(map(mul, hi, steps))) for lo, hi, _ in unlike)
+    for lo, hi in sorted((lo, hi - sum(steps) + 1) for lo, hi in ends):
+        first = ranges.pop() if ranges and lo <= ranges[-1][1] else (lo, hi)
+        ranges.append((first[0], max(first[1], hi)))
+    return ranges
+
+
+def _checksums(record: TensorRecord) -> dict[_Place, tuple[bytes, bool]] | None:
+    """Returns the checksum of the chunk of each box, and whether the chunk is compressed.
+
+    Returns None if a piece has no chunks, or lies in them in another order than row by row.
+    """
+    found: dict[_Place, tuple[bytes, bool]] = {}
+    for piece, extent in record.pieces:
+        chunks = extent.chunks
+        if chunks is None or not piece.is_packed:
+            return None
+        places = _places(piece, chunks.chunk_bytes / record.dtype.itemsize, len(chunks))
+        for index, inside in enumerate(places):
+            chunk = chunks[index]
+            for place in inside:
+                found[place] = chunk.digest, chunk.compressed
+    return found
+
+
+@lru_cache(maxsize=64)
+def _places(piece: Piece, elements: float, count: int) -> list[list[_Place]]:
+    """Returns the boxes of a piece in each of `count` chunks of so many elements."""
+    return [
+        [(part.box.lo, part.box.hi, part.at - first) for part in piece.within(first, end)]
+        for first, end in (
+            (int(index * elements), math.ceil((index + 1) * elements)) for index in range(count)
+        )
+    ]
 
 
 def compare(a: Array, a_dtype: DType, b: Array, b_dtype: DType, tolerance: Tolerance) -> Numbers:

@@ -11,7 +11,12 @@ def test_a_checkpoint_is_equal_to_its_copy(run, saved, tmp_path):
     shutil.copytree(saved, tmp_path / "copy")
     ended = run("diff", saved, tmp_path / "copy")
     assert ended.code == ExitCode.FINE
-    assert ended.out == "no difference: 4 tensors, 276 B compared\n"
+    assert ended.out == (
+        "no difference: 4 tensors, 276 B compared, 276 B of them by checksums alone\n"
+    )
+    assert run("diff", "--read-all", saved, tmp_path / "copy").out == (
+        "no difference: 4 tensors, 276 B compared\n"
+    )
 
 
 def test_every_kind_of_difference_is_one_line(run, tmp_path):
@@ -143,7 +148,7 @@ def test_a_select_that_nothing_has_is_wrong_usage(run, saved):
 
 
 def test_damage_is_an_error_not_a_difference(run, damaged):
-    assert run("diff", damaged, damaged).code == ExitCode.DAMAGED
+    assert run("diff", "--read-all", damaged, damaged).code == ExitCode.DAMAGED
 
 
 def test_a_difference_of_structure_is_a_line_and_in_the_json(run, tmp_path):
