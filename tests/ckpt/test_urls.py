@@ -201,8 +201,8 @@ def test_options_that_a_driver_would_ignore_are_wrong_arguments(
     [
         ({"endpoint": "http://127.0.0.1:1"}, "has 'endpoint', .*; did you mean 'endpoint_url'"),
         ({"zzz": 1}, "has 'zzz', which is no option of s3fs$"),
-        ({"endpoint_url": "127.0.0.1:1"}, "endpoint_url '127.0.0.1:1', which does not begin with"),
-        ({"client_kwargs": {"endpoint_url": "localhost:1"}}, "endpoint_url 'localhost:1', which"),
+        ({"endpoint_url": "127.0.0.1:1"}, "endpoint_url '127.0.0.1:1'; give one that"),
+        ({"client_kwargs": {"endpoint_url": "localhost:1"}}, "endpoint_url 'localhost:1'; give"),
     ],
 )
 def test_options_that_s3_does_not_take_are_wrong_arguments(

@@ -319,7 +319,7 @@ def test_a_deadline_is_checked_before_a_signal_comes(tmp_path: Path, deadline: A
 
 @pytest.mark.parametrize("key", ["step", "metrics", "run", "began", "hosts"])
 def test_metadata_under_a_key_of_the_run_are_refused(tmp_path: Path, key: str) -> None:
-    with pytest.raises(ckpt.ArgumentError, match=f"metadata has '{key}'"):
+    with pytest.raises(ckpt.ArgumentError, match=f"metadata has the key '{key}'"):
         ckpt.Checkpointer(tmp_path, metadata={key: "mine", "other": "kept"})
 
 
