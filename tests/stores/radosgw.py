@@ -13,6 +13,7 @@ import subprocess
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from tests.stores.child import (
@@ -183,4 +184,4 @@ def started(folder: Path) -> Iterator[Server]:
             do("radosgw-admin", "user", "create", *names, *keys)
         gateway = start("radosgw", "-n", "client.rgw")
         wait_until(lambda: answers(port), *gateway)
-        yield s3_server("radosgw", port, KEY, SECRET)
+        yield replace(s3_server("radosgw", port, KEY, SECRET), settings=str(settings))

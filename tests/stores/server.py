@@ -26,6 +26,8 @@ class Server:
     environment: Mapping[str, str]
     """Environment variables by which the driver finds it without options."""
     bucket: str = BUCKET
+    settings: str = ""
+    """The file of settings by which a program administers it; only Ceph's."""
 
     def url(self, folder: str) -> str:
         """The URL of a folder in the bucket."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import random
 import re
+import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from ckpt.run import removal
 from ckpt.run.history import listed_steps
 from ckpt.run.removal import removals, remove_together
 from ckpt.saving import agreement
+from ckpt.saving.writers import arena_writer
 from ckpt.stores.store import join_url, open_store
 from ckpt.transfer import facts
 from ckpt.transfer.facts import INDEX
@@ -300,6 +304,16 @@ def out_of_reach(place: Place, step: int) -> Iterator[None]:
         yield
         return
     client = s3_client(place.server)
+    if place.kind == "radosgw":  # it has no archive
+        denied = {"Effect": "Deny", "Principal": "*", "Action": ["s3:GetObject"]}
+        statement = [{**denied, "Resource": [f"arn:aws:s3:::{bucket}/{prefix}*"]}]
+        policy = {"Version": "2012-10-17", "Statement": statement}
+        client.put_bucket_policy(Bucket=bucket, Policy=json.dumps(policy))
+        try:
+            yield
+        finally:
+            client.delete_bucket_policy(Bucket=bucket)
+        return
     for one in client.list_objects_v2(Bucket=bucket, Prefix=prefix)["Contents"]:
         source = {"Bucket": bucket, "Key": one["Key"]}
         client.copy_object(Bucket=bucket, Key=one["Key"], CopySource=source, StorageClass="GLACIER")
@@ -317,6 +331,7 @@ def powerless(folder: Path) -> Iterator[None]:
     for above in (folder, *folder.parents[:-2]):
         above.chmod(0o755)
     import_module("resource")  # the user may not read Python's own folder
+    codecs.lookup("ascii")
     os.seteuid(65534)
     try:
         yield
@@ -324,7 +339,7 @@ def powerless(folder: Path) -> Iterator[None]:
         os.seteuid(0)
 
 
-@pytest.fixture(params=["path", "moto", slow("azurite")])
+@pytest.fixture(params=["path", "moto", slow("radosgw"), slow("azurite")])
 def place(
     request: pytest.FixtureRequest, tmp_path: Path, servers: Callable[[str], Server]
 ) -> Place:
@@ -471,3 +486,55 @@ def test_the_commands_tell_of_the_old_versions_that_a_bucket_keeps(
     for command in ("gc", "ls"):
         assert main([command, place.url, *options]) == 0
         assert re.search(said, capsys.readouterr().out)
+
+
+# Keys that a server takes no more.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["file", "process"])
+def test_a_run_goes_on_when_its_keys_are_replaced(
+    radosgw_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """The keys of a user of Ceph, from a file or from a program that tells when they expire."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    settings, config, keys = radosgw_server.settings, tmp_path / "config", tmp_path / "keys"
+
+    def admin(action: str, key: str, *more: str) -> None:
+        command = ["radosgw-admin", "-c", settings, "key", action, "--uid=test", *more]
+        subprocess.run([*command, f"--access-key={key}"], check=True, capture_output=True)
+
+    def issue(key: str) -> None:
+        admin("create", key, f"--secret-key={key}")
+        if source == "file":
+            keys.write_text(f"[default]\naws_access_key_id={key}\naws_secret_access_key={key}\n")
+            return
+        soon = datetime.now(timezone.utc) + timedelta(minutes=30)
+        told = {"Version": 1, "AccessKeyId": key, "SecretAccessKey": key}
+        keys.write_text(json.dumps({**told, "Expiration": f"{soon:%Y-%m-%dT%H:%M:%SZ}"}))
+
+    config.write_text(f"[default]\ncredential_process = cat {keys}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config if source == "process" else tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(keys if source == "file" else "/none"))
+    own = ("key", "secret")
+    options = {name: one for name, one in radosgw_server.options.items() if name not in own}
+    names = [f"{source}{number}" for number in range(3)]
+    url = radosgw_server.url(tmp_path.name)
+    arena_writer().close()  # the next writer process has the environment of now
+    try:
+        issue(names[0])
+        with opened(url, options, keep=ckpt.Keep(last=2)) as run:
+            for step in range(1, 7):
+                if step in (3, 5):
+                    issue(names[step // 2])
+                    admin("rm", names[step // 2 - 1])
+                assert run.save(step, state())
+            run.wait_until_finished()
+            assert run.failures == 0
+            assert run.all_steps() == [6, 5]
+        with opened(url, options) as run:
+            assert run.restore(state()) == 6
+    finally:
+        arena_writer().close()
+        admin("rm", names[2])
