@@ -141,7 +141,8 @@ def open_shard(
         table = reader.read_end(file.name, size, file.table_bytes)
     except FileNotFoundError as error:
         raise CorruptError(
-            f"{where}: the file is missing, which rank {file.rank} wrote; restore it from another copy"
+            f"{where}: the file is missing, which rank {file.rank} wrote; restore it from "
+            "another copy"
         ) from error
     head = reader.read(file.name, 0, file.header_bytes)
     if _digest((head, table)) != file.digest:
