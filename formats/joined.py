@@ -147,7 +147,7 @@ class Subfolder:
         self.read_bytes = reader.read_bytes
         self._reader = reader
         self._folder = folder
-        self.changed_on_the_way = getattr(reader, "changed_on_the_way", None)
+        self.count_reread = getattr(reader, "count_reread", None)
 
     def names(self) -> list[str]:
         """Returns the files directly in the sub-folder, sorted."""

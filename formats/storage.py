@@ -126,7 +126,7 @@ def read_again(
 
     Raises CorruptError if each read returns other bytes, and none of them are right.
     """
-    tell: Callable[[str, int, int], None] | None = getattr(reader, "changed_on_the_way", None)
+    tell: Callable[[str, int, int], None] | None = getattr(reader, "count_reread", None)
     if tell is None:
         return None
     forget: Callable[[str, int, int], None] | None = getattr(reader, "forget", None)

@@ -170,7 +170,7 @@ class _Doctor:
                 except OSError:
                     stay.append(name)
             with suppress(OSError):
-                for upload in store.unfinished():
+                for upload in store.list_unfinished():
                     store.abort(upload)
             if self._has_versions and isinstance(store, ObjectStore):
                 driver: Any = store.driver
@@ -179,7 +179,7 @@ class _Doctor:
             with suppress(OSError):
                 store.remove_if_empty()
                 stay = store.names()
-                stay += [one.name for one in store.unfinished()]
+                stay += [one.name for one in store.list_unfinished()]
         return stay
 
     def _try(self, one: _Try) -> None:
@@ -370,12 +370,12 @@ class _Doctor:
 
         self._request("aborted", abort)
         with suppress(AccessDeniedError):
-            if any(one.name == "aborted" for one in self._here.unfinished()):
+            if any(one.name == "aborted" for one in self._here.list_unfinished()):
                 return Outcome.MISSING, "the upload is still there"
         return Outcome.OK, ""
 
     def _uploads(self) -> _Result:
-        return Outcome.OK, f"{len(self._store.unfinished())} incomplete"
+        return Outcome.OK, f"{len(self._store.list_unfinished())} incomplete"
 
     def _delete(self) -> _Result:
         with self._again() as other:

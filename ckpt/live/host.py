@@ -49,7 +49,7 @@ from ckpt.live.shared_files import MemoryFile
 from ckpt.live.table import Forgotten, Table, VersionLease
 from ckpt.live.wire import Wire
 from ckpt.stores.addresses import FILE, NAME, authority, version_of
-from ckpt.stores.shared_memory import mapped, new_memory, take_huge_pages
+from ckpt.stores.shared_memory import map_memory, new_memory, take_huge_pages
 
 START_SECONDS = 30.0
 """The time in which a new server must get an owner."""
@@ -285,7 +285,7 @@ def _new_memory(nbytes: int) -> Iterator[tuple[int, memoryview]]:
         if not nbytes:
             yield descriptor, memoryview(bytearray())
             return
-        with mapped(descriptor) as view:
+        with map_memory(descriptor) as view:
             take_huge_pages(view)
             yield descriptor, view
     except BaseException:

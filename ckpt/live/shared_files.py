@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from ckpt.live.protocol import RefusedError, Segment
 from ckpt.stores.local_files import IO_VECTORS
-from ckpt.stores.shared_memory import GENERATION, NO_DATA, is_sealed, mapped
+from ckpt.stores.shared_memory import GENERATION, NO_DATA, is_sealed, map_memory
 
 
 class MemoryFile:
@@ -182,7 +182,7 @@ def _sealed(descriptor: int) -> _SealedMemory | None:
     if not is_sealed(descriptor):
         return None
     try:
-        memory = mapped(descriptor, writable=False)
+        memory = map_memory(descriptor, writable=False)
     except (OSError, ValueError):
         memory = None
     return _SealedMemory(descriptor, memory, _generation(descriptor))

@@ -90,7 +90,7 @@ class LiveStore(ReadOnlyStore):
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         address = parse(url)
         self._told = HttpOptions.of(options, address.token)
-        self.options: Mapping[str, Any] = self._told.stored()
+        self.options: Mapping[str, Any] = self._told.as_storage_options()
         self._live = replace(address, token=None)
         self.url = self._live.shown
         """The address without the token; with the version once the store has its lease."""

@@ -31,7 +31,12 @@ from ckpt.checking.verify import verify as verify_all
 from ckpt.display import natural
 from ckpt.errors import FallbackWarning, NotACheckpointError, ReplacedError, Skipped
 from ckpt.opening.sources import checkpoints_below, nothing_at, similar_path
-from ckpt.stores.replacement_guard import MANIFEST_HEAD_BYTES, head_now, replaced, unless_replaced
+from ckpt.stores.replacement_guard import (
+    MANIFEST_HEAD_BYTES,
+    head_now,
+    replaced_error,
+    unless_replaced,
+)
 from ckpt.stores.store import Options, Store, absolute, is_file, join_url, open_store, split_url
 from ckpt.transfer.facts import Checkpoints, Listing, checkpoints_in, concerns_one_file
 from formats.errors import CorruptError, FormatError, UnsupportedError
@@ -311,7 +316,7 @@ def _check_whole(url: str, options: Options, beside: Checkpoints | None) -> None
         except CorruptError as error:
             now = head_now(absolute(url), store)
             if now != data[:MANIFEST_HEAD_BYTES]:
-                raise replaced(url, "a file of it", now) from error
+                raise replaced_error(url, "a file of it", now) from error
             raise
 
 

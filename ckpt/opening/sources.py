@@ -21,7 +21,7 @@ from pathlib import Path
 from ckpt.display import natural
 from ckpt.errors import NotACheckpointError
 from ckpt.opening import in_flight
-from ckpt.stores.replacement_guard import guarded
+from ckpt.stores.replacement_guard import guard
 from ckpt.stores.store import Options, Store, is_file, join_url, local_path, open_store, split_url
 from formats.catalog import Catalog
 from formats.detect import (
@@ -85,7 +85,7 @@ def open_source(
     current()  # raises for wrong limits before it reads the checkpoint
     in_flight.saves.before_loading(text)
     with open_store(text, options) as opened:
-        store = guarded(opened)
+        store = guard(opened)
         # The most likely format comes first: each look at a server is a request.
         catalog = _read_native(store)
         if catalog is not None or not is_file(text, options):
@@ -95,7 +95,7 @@ def open_source(
             return
     folder, name = split_url(text)
     with open_store(folder, options) as opened:
-        store = guarded(opened)
+        store = guard(opened)
         with placed(store.url, name):
             found = _read_file(store, name)
         yield Source(text, store, _credible(text, found))

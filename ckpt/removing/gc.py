@@ -146,7 +146,7 @@ def gc(
     with open_store(place, storage_options) as store:
         check_writable(store)
         # A bucket does not list a folder that holds only an incomplete upload.
-        begun = store.unfinished()
+        begun = store.list_unfinished()
         seen = _Listing.of(store, begun)
         above = {one.name.split("/")[0] for one in begun if "/" in one.name}
         folders = store.folders() if seen is None else seen.folders
@@ -207,7 +207,7 @@ def is_folder(url: str | os.PathLike[str], storage_options: Options = None) -> b
     if path is not None:
         return os.path.isdir(path)
     with open_store(_folder(url), storage_options) as store:
-        return bool(store.sizes() or store.folders() or store.unfinished())
+        return bool(store.sizes() or store.folders() or store.list_unfinished())
 
 
 def _folder(url: str | os.PathLike[str]) -> str:
@@ -339,7 +339,7 @@ class _Seen:
 def _left_overs(store: Store, place: str, places: Sequence[str], age: float) -> Iterator[LeftOver]:
     """Yields files that no manifest in this folder names, by name. Others may borrow from them."""
     # The listing comes before the manifest: a save that commits in between leaves nothing over.
-    sizes, unfinished, moment = store.sizes(), store.unfinished(), now()
+    sizes, unfinished, moment = store.sizes(), store.list_unfinished(), now()
     converted = _FOLDER.fullmatch(_name(place))
     if converted:
         yield from _converted(store, place, sizes, converted, places, age)
@@ -439,7 +439,7 @@ def _remove(store: Store, age: float, one: LeftOver) -> None:
         for name in store.names():
             store.delete(name)
     elif one.kind == UPLOAD:
-        for begun in store.unfinished():
+        for begun in store.list_unfinished():
             if begun.name == one.name and now() - begun.started >= age:
                 store.abort(begun)
     else:

@@ -101,13 +101,13 @@ class Watch:
         found = [*self._inside(self.url, name)]
         if name and local_path(self.url) is not None:
             with suppress(PermissionError), open_store(above) as store:
-                found += self._converted(above, store, store.unfinished(), name)
+                found += self._converted(above, store, store.list_unfinished(), name)
         return sorted(found, key=lambda one: -one.changed)
 
     def _inside(self, url: str, name: str) -> Iterator[UnderWay]:
         """Yields what is under way in a folder and in the folders that changed last in it."""
         with open_store(url, self._options) as store:
-            begun = store.unfinished()
+            begun = store.list_unfinished()
             here = [one for one in begun if "/" not in one.name]
             yield from self._attempts(url, name, store, here)
             yield from self._converted(url, store, here)
@@ -117,7 +117,7 @@ class Watch:
             place = join_url(url, folder)
             with suppress(PermissionError), open_store(place, self._options) as store:
                 is_local = local_path(place) is not None
-                parts = store.unfinished() if is_local else inside.get(folder, [])
+                parts = store.list_unfinished() if is_local else inside.get(folder, [])
                 yield from self._attempts(place, folder, store, parts)
 
     def _attempts(
@@ -159,7 +159,7 @@ class Watch:
     def _files(self, url: str) -> tuple[FileUnderWay, ...]:
         """Returns the files in the folder that a conversion fills."""
         with open_store(url, self._options) as store:
-            parts = {one.upload_id: one for one in store.unfinished()}
+            parts = {one.upload_id: one for one in store.list_unfinished()}
             found = [self._part(url, store, one, None) for one in parts.values()]
             for name, size in store.sizes().items():
                 if name not in parts:

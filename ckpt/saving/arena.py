@@ -33,7 +33,7 @@ from ckpt.stores.shared_memory import (
     GENERATION,
     NO_DATA,
     address_of,
-    mapped,
+    map_memory,
     new_memory,
     populate,
     remove,
@@ -152,7 +152,7 @@ class Arena:
         pages = -(-(HEAD_BYTES + nbytes) // mmap.PAGESIZE)
         with explained_on_disk("taking", f"{nbytes:,} bytes of shared memory"):
             os.ftruncate(self.descriptor, pages * mmap.PAGESIZE)
-        self._map = mapped(self.descriptor)
+        self._map = map_memory(self.descriptor)
         self.touched = max(0, take_huge_pages(self._map) - HEAD_BYTES)
 
     def _unmap(self) -> None:

@@ -29,7 +29,7 @@ from multiprocessing.reduction import recv_handle
 from queue import SimpleQueue
 
 from ckpt.saving.arena import HEAD_BYTES, set_progress
-from ckpt.stores.shared_memory import mapped
+from ckpt.stores.shared_memory import map_memory
 from ckpt.transfer.write_job import (
     error_message,
     is_call,
@@ -114,7 +114,7 @@ def _memory(arena: int, known: dict[int, memoryview]) -> memoryview:
     about = os.fstat(arena)
     found = known.pop(about.st_ino, None)
     if found is None or len(found) != about.st_size:
-        found = mapped(arena)
+        found = map_memory(arena)
     while len(known) >= KNOWN_ARENAS:
         del known[next(iter(known))]
     known[about.st_ino] = found

@@ -81,9 +81,9 @@ def parse(url: str) -> LiveUrl:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise _refused(url, str(error)) from None
+        raise _address_error(url, str(error)) from None
     if parts.scheme != SCHEME or not host or not port or "@" in parts.netloc or parts.fragment:
-        raise _refused(url, "it needs a host and a port, and has neither user nor fragment")
+        raise _address_error(url, "it needs a host and a port, and has neither user nor fragment")
     name, version = _path(url, parts)
     return LiveUrl(host, port, name, version, _token(url, parts))
 
@@ -98,11 +98,11 @@ def version_of(text: str) -> int | None:
 def _path(url: str, parts: SplitResult) -> tuple[str, int | None]:
     name, _, rest = parts.path.removeprefix("/").partition("/")
     if not NAME.fullmatch(name):
-        raise _refused(url, f"the name {name!r:.80} must match {NAME.pattern}")
+        raise _address_error(url, f"the name {name!r:.80} must match {NAME.pattern}")
     rest = rest.removesuffix("/")
     version = version_of(rest) if rest else None
     if rest and version is None:
-        raise _refused(url, f"{rest!r:.80} is not a version, which is a whole number")
+        raise _address_error(url, f"{rest!r:.80} is not a version, which is a whole number")
     return name, version
 
 
@@ -111,10 +111,10 @@ def _token(url: str, parts: SplitResult) -> str | None:
     if not found:
         return None
     if len(found) != 1 or found[0][0] != "token" or not found[0][1]:
-        raise _refused(url, "the only key after ? is token, with a value")
+        raise _address_error(url, "the only key after ? is token, with a value")
     return found[0][1]
 
 
-def _refused(url: str, why: str) -> ArgumentError:
+def _address_error(url: str, why: str) -> ArgumentError:
     bare = url.partition("?")[0]
     return ArgumentError(f"{bare}: not the address of a live state: {why}; the form is {FORM}")

@@ -44,7 +44,7 @@ _ONCE = {
     "connection_timeout": CONNECT_SECONDS,
     "read_timeout": ANSWER_SECONDS,
     "raw_request_hook": lambda request: _sending(request),
-    "raw_response_hook": lambda answer: _answered(answer),
+    "raw_response_hook": lambda answer: _count_answer(answer),
 }
 """The client makes no retries: `ckpt.stores.retries` does."""
 _SCOPE = "https://storage.azure.com/.default"
@@ -95,7 +95,7 @@ class AzureDriver(Session):
                 if name.endswith("/"):
                     found.append(ObjectInfo(name.rstrip("/"), False, 0, 0.0))
                 elif name:
-                    found.append(_found(name, blob))
+                    found.append(_object_info(name, blob))
             # Accounts with real folders also list each folder as an empty blob.
             folders = {one.name for one in found if not one.is_file}
             return [one for one in found if not one.is_file or one.name not in folders]
@@ -114,7 +114,7 @@ class AzureDriver(Session):
                 if not more:
                     return None
                 blobs = [blob async for blob in page]
-                more = below.add(_found(blob.name[len(prefix) :], blob) for blob in blobs)
+                more = below.add(_object_info(blob.name[len(prefix) :], blob) for blob in blobs)
             # Accounts with real folders also list each folder as an empty blob.
             folders = {one.name.rpartition("/")[0] for one in below.files}
             return [one for one in below.files if one.nbytes or one.name not in folders]
@@ -124,7 +124,9 @@ class AzureDriver(Session):
     def head(self, path: str) -> ObjectInfo:
         """Returns the properties of one blob."""
         blob = self._blob(path)
-        return _found(path.rpartition("/")[2], self._run(blob.get_blob_properties(**self._once)))
+        return _object_info(
+            path.rpartition("/")[2], self._run(blob.get_blob_properties(**self._once))
+        )
 
     def get_range(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
         """Reads a range in one request."""
@@ -151,7 +153,7 @@ class AzureDriver(Session):
         async def fetch() -> Start:
             answer = await self._blob(path).download_blob(0, length, **self._once)
             size = int(str(answer.properties.content_range).rpartition("/")[2])
-            tag = _quoted(answer.properties.etag)
+            tag = _quote(answer.properties.etag)
             return Start(bytes(await answer.readall()), size, tag)
 
         return self._run(fetch())
@@ -353,12 +355,12 @@ def _if_it_has(tag: str) -> dict[str, Any]:
     return {"etag": tag, "match_condition": MatchConditions.IfNotModified} if tag else {}
 
 
-def _found(name: str, blob: Any) -> ObjectInfo:
-    tag = _quoted(getattr(blob, "etag", ""))
+def _object_info(name: str, blob: Any) -> ObjectInfo:
+    tag = _quote(getattr(blob, "etag", ""))
     return ObjectInfo(name, True, int(blob.size or 0), blob.last_modified.timestamp(), tag)
 
 
-def _quoted(etag: str | None) -> str:
+def _quote(etag: str | None) -> str:
     """Returns an ETag as conditions have it. Listings have it without quotation marks."""
     return f'"{etag.strip(chr(34))}"' if etag else ""
 
@@ -374,7 +376,7 @@ def _sending(request: Any) -> None:
     count_request(operation, int(sent.headers.get("Content-Length") or 0) if is_data else 0)
 
 
-def _answered(answer: Any) -> None:
+def _count_answer(answer: Any) -> None:
     """Counts the bytes of a file in an answer."""
     sent, got = answer.http_request, answer.http_response
     if sent.method == "GET" and "comp=" not in sent.url and got.status_code < 300:

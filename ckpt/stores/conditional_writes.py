@@ -42,7 +42,7 @@ _honours: dict[str, bool] = {}
 """Whether a server honours conditions, by its address, as commits of this process have shown."""
 
 
-def honoured(server: str) -> bool | None:
+def honours_conditions(server: str) -> bool | None:
     """Returns whether a server honours conditions, as commits of this process have shown."""
     return _honours.get(server)
 

@@ -57,7 +57,7 @@ class FsspecDriver(Session):
         own = folder.rstrip("/")
         with self._sending("list"):
             found = self._fs.ls(folder, detail=True)
-        return [_found(entry) for entry in found if entry["name"].rstrip("/") != own]
+        return [_object_info(entry) for entry in found if entry["name"].rstrip("/") != own]
 
     def list_below(self, folder: str) -> list[ObjectInfo] | None:
         """Returns None: fsspec walks folder by folder."""
@@ -70,7 +70,7 @@ class FsspecDriver(Session):
             entry = self._fs.info(path)
         if entry["type"] != "file":
             raise FileNotFoundError(path)
-        return _found(entry)
+        return _object_info(entry)
 
     def get_range(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
         """Reads a range in one request."""
@@ -249,7 +249,7 @@ class Stream:
         raise OSError("a streamed upload cannot change its first bytes; create the file rewritable")
 
 
-def _found(entry: dict[str, Any]) -> ObjectInfo:
+def _object_info(entry: dict[str, Any]) -> ObjectInfo:
     name = entry["name"].rstrip("/").rpartition("/")[2]
     size = entry.get("size")
     return ObjectInfo(

@@ -113,7 +113,7 @@ class HttpOptions:
             raise ArgumentError(f"certificate in storage_options is {certificate!r}; give a path")
         return cls(token, float(seconds), certificate)
 
-    def stored(self) -> dict[str, object]:
+    def as_storage_options(self) -> dict[str, object]:
         """Returns the options in the form of `storage_options`, for stores beside this one."""
         found = {"token": self.token, "timeout": self.seconds, "certificate": self.certificate}
         return {key: value for key, value in found.items() if value is not None}
@@ -140,7 +140,7 @@ class HttpClient:
 
         Raises AccessDeniedError for status 401 and 403; other statuses are the caller's.
         """
-        return self._checked(self.answer(method, path, body, wait_seconds))
+        return self._check(self.answer(method, path, body, wait_seconds))
 
     def answer(
         self, method: str, path: str, body: object = None, wait_seconds: float = 0.0
@@ -154,7 +154,7 @@ class HttpClient:
                 raise ProtocolError(
                     f"{self.place}: an answer has more than {MOST_ANSWER_BYTES:,} bytes"
                 )
-            return Answer(response.status, _lowered(response), found)
+            return Answer(response.status, _lower_headers(response), found)
 
     def read_whole(self, path: str, limit: int) -> Answer | int:
         """Returns the answer with all bytes of a file; its size if it is above `limit`."""
@@ -165,7 +165,7 @@ class HttpClient:
             data = _body(response, limit + 1)
             if is_file and len(data) > limit:
                 return len(data)
-            return self._checked(Answer(response.status, _lowered(response), data))
+            return self._check(Answer(response.status, _lower_headers(response), data))
 
     def read_range(
         self, path: str, lo: int, views: Sequence[memoryview], headers: Mapping[str, str]
@@ -189,7 +189,7 @@ class HttpClient:
         with self._answering("GET", path, asked, None, 0.0) as response:
             if response.status != http.client.PARTIAL_CONTENT:
                 data = _body(response, MOST_ANSWER_BYTES)
-                return self._checked(Answer(response.status, _lowered(response), data))
+                return self._check(Answer(response.status, _lower_headers(response), data))
             said = response.headers.get("content-range", "")
             found = _RANGE.fullmatch(said)
             if found is None or int(found[1]) != lo or response.length is None:
@@ -215,7 +215,7 @@ class HttpClient:
         with suppress(AttributeError):  # an interrupt has ended `__init__`
             self.close()
 
-    def _checked(self, answer: Answer) -> Answer:
+    def _check(self, answer: Answer) -> Answer:
         if answer.status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
             given = "refuses the token" if self._headers else "wants a token"
             raise AccessDeniedError(
@@ -234,8 +234,8 @@ class HttpClient:
         wait_seconds: float,
     ) -> Iterator[http.client.HTTPResponse]:
         """Yields the answer to a request. Its connection is kept if the block reads all of it."""
-        with self._named_errors(wait_seconds):
-            connection, response = self._sent(method, path, headers, body, wait_seconds)
+        with self._name_errors(wait_seconds):
+            connection, response = self._send(method, path, headers, body, wait_seconds)
             try:
                 yield response
                 is_whole = response.isclosed() and connection.sock is not None
@@ -251,7 +251,7 @@ class HttpClient:
                 response.close()
                 connection.close()
 
-    def _sent(
+    def _send(
         self,
         method: str,
         path: str,
@@ -267,7 +267,7 @@ class HttpClient:
             try:
                 if connection is None:
                     new += 1
-                    connection = self._connected()
+                    connection = self._connect()
                 connection.sock.settimeout(self._seconds + wait_seconds)
                 connection.request(method, path, body, {**self._headers, **headers})
                 return connection, connection.getresponse()
@@ -277,7 +277,7 @@ class HttpClient:
                 if new == NEW_CONNECTIONS or not isinstance(error, BROKEN):
                     raise
 
-    def _connected(self) -> http.client.HTTPConnection:
+    def _connect(self) -> http.client.HTTPConnection:
         host, port, context = self.place.host, self.place.port, self._context
         connection = (
             http.client.HTTPConnection(host, port, timeout=self._seconds)
@@ -292,7 +292,7 @@ class HttpClient:
         return connection
 
     @contextmanager
-    def _named_errors(self, wait_seconds: float) -> Iterator[None]:
+    def _name_errors(self, wait_seconds: float) -> Iterator[None]:
         try:
             yield
         except (ProtocolError, AccessDeniedError):
@@ -310,8 +310,8 @@ class HttpClient:
             ) from error
         except (OSError, http.client.IncompleteRead) as error:
             raise UnreachableError(
-                f"{self.place}: no server answers, or it has ended: {_said(error)}; is the address "
-                "still right?"
+                f"{self.place}: no server answers, or it has ended: {_describe_error(error)}; "
+                "is the address still right?"
             ) from error
         except http.client.HTTPException as error:
             raise ProtocolError(
@@ -343,7 +343,7 @@ def path_of(*parts: str) -> str:
     return "/" + quote(inner, errors="surrogateescape")  # as Python's names of files
 
 
-def _lowered(response: http.client.HTTPResponse) -> dict[str, str]:
+def _lower_headers(response: http.client.HTTPResponse) -> dict[str, str]:
     return {name.lower(): value for name, value in response.headers.items()}
 
 
@@ -368,7 +368,7 @@ def _fill(response: http.client.HTTPResponse, view: memoryview) -> None:
         at += count
 
 
-def _said(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     if isinstance(error, socket.gaierror):
         return f"its name is unknown: {error}"
     return f"{type(error).__name__}: {error}"

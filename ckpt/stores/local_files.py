@@ -86,7 +86,7 @@ class OpenFiles:
         with suppress(AttributeError):  # an interrupt has ended `__init__`
             self.close()
 
-    def shown(self, name: str) -> str:
+    def format_name(self, name: str) -> str:
         """Returns the name of a file in messages."""
         return f"{self._shown_folder}{name}" if name else self._shown
 
@@ -96,7 +96,7 @@ class OpenFiles:
             descriptor = self._open.pop(name, None)
             forgotten = self._forgotten
         if descriptor is None:
-            descriptor = _opened(f"{self._folder}{name}", self.shown(name))
+            descriptor = _open(f"{self._folder}{name}", self.format_name(name))
         return descriptor, forgotten
 
     def give_back(self, name: str, descriptor: int, forgotten: int) -> None:
@@ -129,19 +129,19 @@ class Reading:
             raise
         except OSError as error:
             if error.errno in MISSING and not self._is_known:
-                shown = self._files.shown(self._name)
+                shown = self._files.format_name(self._name)
                 raise FileNotFoundError(error.errno, error.strerror, shown) from error
-            raise self._explained(error) from error
+            raise self._explain(error) from error
         return self._descriptor
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._files.give_back(self._name, self._descriptor, self._forgotten)
         if isinstance(error, OSError) and not isinstance(error, CkptError):
-            raise self._explained(error) from error
+            raise self._explain(error) from error
 
-    def _explained(self, error: OSError) -> Exception:
+    def _explain(self, error: OSError) -> Exception:
         """Returns the error of a failed call: the file is gone, or damaged, or the disk fails."""
-        shown = self._files.shown(self._name)
+        shown = self._files.format_name(self._name)
         if error.errno in GONE:
             return GoneError(shown)
         if error.errno in BAD_SECTOR:
@@ -152,7 +152,7 @@ class Reading:
         return disk_error("reading", shown, error)
 
 
-def _opened(path: str, shown: str) -> int:
+def _open(path: str, shown: str) -> int:
     """Opens a file for reads. Follows links, of which a cache of downloads consists.
 
     Raises HostileError unless it is a file: an open pipe would wait, and a device has no end.
@@ -212,7 +212,7 @@ class LocalFileWriter:
 
 
 @contextmanager
-def joined_file(path: str, shown: str) -> Iterator[LocalFileWriter]:
+def join_file(path: str, shown: str) -> Iterator[LocalFileWriter]:
     """Returns a writer of a file that another process has begun; durable if the block succeeds."""
     with explained_on_disk("opening", shown):
         descriptor = os.open(path, os.O_RDWR)

@@ -87,13 +87,13 @@ class LocalStore:
 
     def names(self) -> list[str]:
         """Returns the files directly in the folder, sorted; none if the folder does not exist."""
-        with self._listed() as entries:
+        with self._scan() as entries:
             return sorted(entry.name for entry in entries if _says(entry.is_file))
 
     def entries(self, folder: str = "") -> list[str]:
         """Returns the files and, with a slash at the end, the folders in it or a sub-folder."""
         found = []
-        with self._listed(folder) as entries:
+        with self._scan(folder) as entries:
             for entry in entries:
                 if _says(entry.is_file):
                     found.append(entry.name)
@@ -104,7 +104,7 @@ class LocalStore:
     def sizes(self) -> dict[str, int]:
         """Returns the sizes of the files directly in the folder, by name, in one listing."""
         found = {}
-        with self._listed() as entries:
+        with self._scan() as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):  # deleted since the listing
                     if _says(entry.is_file):
@@ -113,7 +113,7 @@ class LocalStore:
 
     def folders(self) -> list[str]:
         """Returns the folders directly in the folder, sorted."""
-        with self._listed() as entries:
+        with self._scan() as entries:
             found = sorted(entry.name for entry in entries if _says(entry.is_dir))
         return [name for name in found if name != DISK_S_OWN]
 
@@ -122,7 +122,7 @@ class LocalStore:
 
     def exists(self, name: str) -> bool:
         """Whether the folder has this file."""
-        with explained_on_disk("looking at", self._shown(name)):
+        with explained_on_disk("looking at", self._format_name(name)):
             try:
                 return stat.S_ISREG(os.stat(f"{self._below}{name}").st_mode)
             except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -153,10 +153,10 @@ class LocalStore:
         found = {}
         for name in ("", *self.names()):
             with suppress(FileNotFoundError, NotADirectoryError):
-                found[name] = _arrived(self._status(name))
+                found[name] = _arrival_time(self._status(name))
         return found
 
-    def unfinished(self) -> list[Unfinished]:
+    def list_unfinished(self) -> list[Unfinished]:
         """Returns the `.part` files in the folder (rule 1). A process may still write to one."""
         found = []
         for part in self.names():
@@ -164,7 +164,9 @@ class LocalStore:
             if matched:
                 with suppress(FileNotFoundError):
                     status = self._status(part)
-                    found.append(Unfinished(matched[1], _arrived(status), part, status.st_size))
+                    found.append(
+                        Unfinished(matched[1], _arrival_time(status), part, status.st_size)
+                    )
         return found
 
     def unfinished_bytes(self, unfinished: Unfinished) -> int:
@@ -180,7 +182,7 @@ class LocalStore:
         with self._files.reading(name) as descriptor:
             size = os.fstat(descriptor).st_size
             if size > limit:
-                raise TooLargeError(self._shown(name), size, limit)
+                raise TooLargeError(self._format_name(name), size, limit)
             return _read_range(descriptor, 0, size)
 
     def read_start(self, name: str, length: int) -> Start:
@@ -196,7 +198,7 @@ class LocalStore:
         with self._files.reading(name) as descriptor:
             found = os.fstat(descriptor).st_size
             if found != size:
-                raise SizeError(self._shown(name), found, size)
+                raise SizeError(self._format_name(name), found, size)
             return _read_range(descriptor, size - length, size)
 
     def read(self, name: str, offset: int, length: int) -> bytes:
@@ -222,8 +224,9 @@ class LocalStore:
                     count = os.preadv(descriptor, [view], at)
                     if count == 0:
                         raise CorruptError(
-                            f"{self._shown(name)}: bytes {offset}:{offset + length} are needed, "
-                            f"the file ends at {os.fstat(descriptor).st_size}: it was truncated"
+                            f"{self._format_name(name)}: bytes {offset}:{offset + length} are "
+                            f"needed, the file ends at {os.fstat(descriptor).st_size}: it was "
+                            "truncated"
                         )
                     at, view = at + count, view[count:]
 
@@ -238,8 +241,8 @@ class LocalStore:
         part, descriptor = self._begin(name)
         try:
             try:
-                yield LocalFileWriter(descriptor, self._shown(name), str(part))
-                with explained_on_disk("flushing", self._shown(name)):
+                yield LocalFileWriter(descriptor, self._format_name(name), str(part))
+                with explained_on_disk("flushing", self._format_name(name)):
                     os.fsync(descriptor)
                     written = os.fstat(descriptor)
             finally:
@@ -264,8 +267,8 @@ class LocalStore:
         part, descriptor = self._begin(name)
         try:
             try:
-                LocalFileWriter(descriptor, self._shown(name), str(part)).write([data])
-                with explained_on_disk("flushing", self._shown(name)):
+                LocalFileWriter(descriptor, self._format_name(name), str(part)).write([data])
+                with explained_on_disk("flushing", self._format_name(name)):
                     os.fsync(descriptor)
                     written = os.fstat(descriptor)
             finally:
@@ -282,7 +285,7 @@ class LocalStore:
             self.flush()
         except StoreError as error:
             raise UnflushedError(
-                f"{self._shown(name)} is written, but a loss of power may undo that: {error}"
+                f"{self._format_name(name)} is written, but a loss of power may undo that: {error}"
             ) from error
 
     def hold(self) -> None:
@@ -341,7 +344,7 @@ class LocalStore:
             return False
         except OSError as error:
             if self._is_there(path):  # else a network file system has done it without an answer
-                raise disk_error("removing", self._shown(name), error) from error
+                raise disk_error("removing", self._format_name(name), error) from error
         finally:
             self._files.forget(name)
         return True
@@ -384,14 +387,14 @@ class LocalStore:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _shown(self, name: str) -> str:
+    def _format_name(self, name: str) -> str:
         """Returns the name of a file in messages, with the folder as the user gave it."""
-        return self._files.shown(name)
+        return self._files.format_name(name)
 
     @contextmanager
-    def _listed(self, folder: str = "") -> Iterator[Iterator[os.DirEntry[str]]]:
+    def _scan(self, folder: str = "") -> Iterator[Iterator[os.DirEntry[str]]]:
         """Opens a listing of the folder, or of one in it. One that is not there has no entries."""
-        with explained_on_disk("listing", self._shown(folder)):
+        with explained_on_disk("listing", self._format_name(folder)):
             try:
                 entries = os.scandir(f"{self._below}{folder}")
             except (FileNotFoundError, NotADirectoryError):
@@ -402,7 +405,7 @@ class LocalStore:
 
     def _status(self, name: str) -> os.stat_result:
         """Returns the facts of a file. Raises FileNotFoundError."""
-        with explained_on_disk("looking at", self._shown(name), or_missing=True):
+        with explained_on_disk("looking at", self._format_name(name), or_missing=True):
             return os.stat(f"{self._below}{name}")
 
     def _begin(self, name: str) -> tuple[Path, int]:
@@ -411,7 +414,7 @@ class LocalStore:
         target = self._folder / name
         part = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PART_SUFFIX}")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-        with explained_on_disk("creating", self._shown(name)):
+        with explained_on_disk("creating", self._format_name(name)):
             if "/" in name:
                 part.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -437,8 +440,8 @@ class LocalStore:
                 if os.path.samestat(os.lstat(target), written):
                     return
             if isinstance(error, FileExistsError) and not replace:
-                raise ExistsError(f"{self._shown(name)} exists already") from error
-            raise disk_error("naming", self._shown(name), error) from error
+                raise ExistsError(f"{self._format_name(name)} exists already") from error
+            raise disk_error("naming", self._format_name(name), error) from error
 
     def _make_folder(self) -> None:
         """Creates the folder, and makes its entries in the folders above durable."""
@@ -478,7 +481,7 @@ def _says(is_one: Callable[[], bool]) -> bool:
         return False
 
 
-def _arrived(status: os.stat_result) -> float:
+def _arrival_time(status: os.stat_result) -> float:
     return max(status.st_mtime, status.st_ctime)
 
 

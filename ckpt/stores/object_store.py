@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from ckpt.arguments import memory_budget
 from ckpt.errors import ExistsError, ReplacedError, StoreError
-from ckpt.stores.conditional_writes import NO_LIMIT, ConditionalWrites, honoured
+from ckpt.stores.conditional_writes import NO_LIMIT, ConditionalWrites, honours_conditions
 from ckpt.stores.driver import (
     CopyingDriver,
     MultipartDriver,
@@ -35,9 +35,9 @@ from ckpt.stores.driver import (
     Unfinished,
     repeating,
 )
-from ckpt.stores.request_errors import UnsupportedRequestError, UploadGoneError, explained
+from ckpt.stores.request_errors import UnsupportedRequestError, UploadGoneError, explain
 from ckpt.stores.retries import ErrorClass, OverNetwork, RetryPolicy, retry_policy
-from ckpt.stores.uploads import PartSizes, Upload, UploadRequests, streamed
+from ckpt.stores.uploads import PartSizes, Upload, UploadRequests, open_writer
 from formats.detect import is_shard
 from formats.errors import CorruptError, GoneError, SizeError, TooLargeError
 from formats.storage import (
@@ -106,7 +106,7 @@ class ObjectStore(ConditionalWrites, OverNetwork):
         claimed = self._driver.capabilities
         if claimed.put_if_absent is False:
             return claimed
-        return replace(claimed, put_if_absent=honoured(self._driver.server()))
+        return replace(claimed, put_if_absent=honours_conditions(self._driver.server()))
 
     def names(self) -> list[str]:
         """Returns the files directly in the folder, sorted; none if the folder does not exist."""
@@ -261,7 +261,7 @@ class ObjectStore(ConditionalWrites, OverNetwork):
                 if not self._try("reading", name, lambda: self._has(name, view)):
                     raise
 
-    def unfinished(self) -> list[Unfinished]:
+    def list_unfinished(self) -> list[Unfinished]:
         """Returns incomplete uploads in parts. A process may still be writing one."""
         return self._try(
             "listing uploads below", "", lambda: self._driver.list_multipart(self._root)
@@ -419,7 +419,7 @@ class ObjectStore(ConditionalWrites, OverNetwork):
             upload_id = send("beginning to upload", begin)
             if tries > 1 and is_shard(name):  # no other program writes a file of this name
                 with suppress(OSError):  # otherwise `ckpt gc` finds the one whose answer was lost
-                    for other in self.unfinished():
+                    for other in self.list_unfinished():
                         if other.name == name and other.upload_id != upload_id:
                             self.abort(other)
             return upload_id
@@ -480,7 +480,7 @@ class ObjectStore(ConditionalWrites, OverNetwork):
         def send(action: Callable[[], T]) -> T:
             return self._try("writing", name, action, once)
 
-        return streamed(driver, self._path(name), rewritable, send)
+        return open_writer(driver, self._path(name), rewritable, send)
 
     def _finish(
         self, driver: MultipartDriver, name: str, upload_id: str, tags: Sequence[Any], total: int
@@ -540,7 +540,7 @@ class ObjectStore(ConditionalWrites, OverNetwork):
             raise
         except Exception as error:
             kind, seconds = driver.error_class(error), policy.deadline_seconds
-            raise explained(doing, place, error, kind, seconds) from cause_without_secrets(error)
+            raise explain(doing, place, error, kind, seconds) from cause_without_secrets(error)
 
     def _path(self, name: str) -> str:
         root = self._root.rstrip("/")
@@ -548,5 +548,5 @@ class ObjectStore(ConditionalWrites, OverNetwork):
             root, name = root.rpartition("/")[0], name.removeprefix(BESIDE)
             if root.endswith(":/"):  # another web server would take the place of a folder
                 place = f"{self.url}/{BESIDE}{name}"
-                raise explained("reading", place, FileNotFoundError(), ErrorClass.MISSING, 0.0)
+                raise explain("reading", place, FileNotFoundError(), ErrorClass.MISSING, 0.0)
         return f"{root}/{name}"

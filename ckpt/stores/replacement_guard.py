@@ -25,7 +25,7 @@ MANIFEST_HEAD_BYTES = 64
 """The first bytes of a manifest. They contain its digest, which no two checkpoints share."""
 
 
-def guarded(store: Store) -> Store:
+def guard(store: Store) -> Store:
     """Returns a store that raises ReplacedError for files that went with a replaced checkpoint.
 
     The first manifest that is read through this store defines the checkpoint. Without one the guard
@@ -58,7 +58,7 @@ def head_now(url: str, store: Store) -> bytes:
             return str(error).encode()  # no manifest begins like this
 
 
-def replaced(url: str, name: str, now: bytes) -> ReplacedError:
+def replaced_error(url: str, name: str, now: bytes) -> ReplacedError:
     """Returns the error for a missing file; `now` is the result of `head_now`."""
     happened = "replaced by another one" if now else "deleted"
     return ReplacedError(
@@ -68,7 +68,7 @@ def replaced(url: str, name: str, now: bytes) -> ReplacedError:
 
 
 class _ReplacementGuard:
-    """See `guarded`. Attributes that are not here are the store's."""
+    """See `guard`. Attributes that are not here are the store's."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -99,7 +99,7 @@ class _ReplacementGuard:
         if name == MANIFEST:
             head = data[:MANIFEST_HEAD_BYTES]
             if self._head is not None and self._head != head:
-                raise replaced(self._store.url, name, head)
+                raise replaced_error(self._store.url, name, head)
             self._head = head
         return data
 
@@ -132,4 +132,4 @@ class _ReplacementGuard:
         if self._head is not None:
             now = head_now(self._where, self._store)
             if now != self._head:
-                raise replaced(self._store.url, name, now) from error
+                raise replaced_error(self._store.url, name, now) from error

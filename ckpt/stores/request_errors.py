@@ -134,7 +134,7 @@ _REMEDIES = {
 """The remedies of refused requests to a server."""
 
 
-def explained(
+def explain(
     doing: str, place: str, error: Exception, kind: ErrorClass, seconds: float
 ) -> Exception:
     """Returns the error that says what failed, at which URL, and what to do.

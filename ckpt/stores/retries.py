@@ -116,13 +116,13 @@ class RetryPolicy:
                         self.deadline_seconds,
                         VARIABLE,
                     )
-                asked = asked_pause(error)
+                asked = retry_after(error)
             rest = max(0.0, self.deadline_seconds - waited)
             self.sleep(min(max(self.chance() * pause, asked), rest))
             pause = min(2 * pause, self.longest_seconds)
 
 
-def asked_pause(error: BaseException) -> float:
+def retry_after(error: BaseException) -> float:
     """Returns the seconds that a server asks to wait, by the header `Retry-After`; 0 without it.
 
     The clients of S3 keep headers in a dict of the error, those of Azure and aiohttp in attributes.
@@ -151,7 +151,7 @@ class OverNetwork:
     url: str
     _has_warned = False
 
-    def changed_on_the_way(self, name: str, lo: int, hi: int) -> None:
+    def count_reread(self, name: str, lo: int, hi: int) -> None:
         """Counts bytes that were wrong at first, and right when they were read again.
 
         The first ones of a store are a warning.

@@ -153,7 +153,7 @@ class S3Driver(Session):
                 found.append(ObjectInfo(name, False, 0, 0.0))
             for entry in page.get("Contents", ()):
                 if name := entry["Key"][len(prefix) :]:  # some servers have an object for a folder
-                    found.append(_found(name, entry))
+                    found.append(_object_info(name, entry))
         return found
 
     def list_below(self, folder: str) -> list[ObjectInfo] | None:
@@ -168,7 +168,9 @@ class S3Driver(Session):
             if not more:
                 return None
             keys = [(entry["Key"][len(prefix) :], entry) for entry in page.get("Contents", ())]
-            more = below.add(_found(key, entry) for key, entry in keys if key[-1:] not in ("", "/"))
+            more = below.add(
+                _object_info(key, entry) for key, entry in keys if key[-1:] not in ("", "/")
+            )
         return below.files
 
     def head(self, path: str) -> ObjectInfo:
@@ -485,7 +487,7 @@ def operation_of(method: str) -> str:
     return "copy" if method.endswith("_copy") else _OPERATIONS.get(verb, verb)
 
 
-def _found(name: str, entry: Mapping[str, Any]) -> ObjectInfo:
+def _object_info(name: str, entry: Mapping[str, Any]) -> ObjectInfo:
     """Returns an object of a listing."""
     tag = str(entry.get("ETag", ""))
     return ObjectInfo(name, True, int(entry["Size"]), entry["LastModified"].timestamp(), tag)

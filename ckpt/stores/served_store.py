@@ -74,7 +74,7 @@ class ReadOnlyStore(OverNetwork):
         size = self.size(name)
         return Start(self.read(name, 0, min(length, size)), size, "")
 
-    def unfinished(self) -> list[Unfinished]:
+    def list_unfinished(self) -> list[Unfinished]:
         """Returns nothing: the server shows only complete files."""
         return []
 
@@ -147,7 +147,7 @@ class ServedStore(ReadOnlyStore):
             )
         told = HttpOptions.of(options, token)
         self.url = self.url.rstrip("/")
-        self.options: Mapping[str, Any] = told.stored()
+        self.options: Mapping[str, Any] = told.as_storage_options()
         self._client = HttpClient(place, told)
 
     def names(self) -> list[str]:

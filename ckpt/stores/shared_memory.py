@@ -58,7 +58,7 @@ def is_sealed(descriptor: int) -> bool:
         return False
 
 
-def mapped(descriptor: int, writable: bool = True) -> memoryview:
+def map_memory(descriptor: int, writable: bool = True) -> memoryview:
     """Returns a mapping of the whole of shared memory, at an address that can have huge pages.
 
     The mapping ends with the last view of it. Raises StoreError if there is no room for it.
@@ -68,7 +68,7 @@ def mapped(descriptor: int, writable: bool = True) -> memoryview:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         with explained_on_disk("mapping", f"{nbytes:,} bytes of shared memory"):
             return memoryview(mmap.mmap(descriptor, nbytes, prot=protection))
-    found = _aligned(descriptor, nbytes, huge, writable)
+    found = _map_aligned(descriptor, nbytes, huge, writable)
     _madvise(ctypes.addressof(found), nbytes, mmap.MADV_HUGEPAGE)  # a refusal changes nothing
     view = memoryview(found).cast("B")
     return view if writable else view.toreadonly()
@@ -147,7 +147,7 @@ def _huge_bytes() -> int:
     return 0
 
 
-def _aligned(
+def _map_aligned(
     descriptor: int, nbytes: int, huge: int, writable: bool
 ) -> ctypes.Array[ctypes.c_char]:
     """Maps memory at a multiple of `huge`, in the middle of a larger mapping without memory."""

@@ -122,7 +122,7 @@ class Store(Reader, Protocol):
         """
         ...
 
-    def unfinished(self) -> list[Unfinished]:
+    def list_unfinished(self) -> list[Unfinished]:
         """Returns the files whose write has begun and not finished. A process may still write."""
         ...
 

@@ -10,7 +10,7 @@ Rules:
 4. Bytes of another file on the same server become parts there, without passing by this process,
    where they are long enough for a part, and so are the bytes before them.
 5. Any exception ends the upload. No further part is sent, and the sent ones are deleted. A killed
-   process leaves them (`Store.unfinished`).
+   process leaves them (`Store.list_unfinished`).
 
 [Note: streams]
 A driver without uploads in parts has a stream:
@@ -289,22 +289,24 @@ Send = Callable[[Callable[[], Any]], Any]
 
 
 @contextmanager
-def streamed(driver: StreamDriver, path: str, rewritable: bool, send: Send) -> Iterator[FileWriter]:
+def open_writer(
+    driver: StreamDriver, path: str, rewritable: bool, send: Send
+) -> Iterator[FileWriter]:
     """Returns a writer of a file that is complete when the block ends without an exception."""
     if not rewritable:
-        with _sent(driver, path, send) as remote:
+        with _open_remote(driver, path, send) as remote:
             yield remote
         return
     with tempfile.TemporaryFile() as local:
         yield _Local(local)
         local.seek(0)
-        with _sent(driver, path, send) as remote:
+        with _open_remote(driver, path, send) as remote:
             while block := local.read(COPY_BYTES):
                 remote.write([block])
 
 
 @contextmanager
-def _sent(driver: StreamDriver, path: str, send: Send) -> Iterator[FileWriter]:
+def _open_remote(driver: StreamDriver, path: str, send: Send) -> Iterator[FileWriter]:
     stream = driver.stream(path)
     remote = send(stream.__enter__)
     try:

@@ -33,7 +33,7 @@ import xxhash
 
 from ckpt.errors import StoreError
 from ckpt.plan.copy_plan import CopyUnit
-from ckpt.stores.local_files import LocalFileWriter, joined_file
+from ckpt.stores.local_files import LocalFileWriter, join_file
 from ckpt.transfer.copy_files import SPAN_BYTES, FileCopier
 from formats.catalog import FilePlan, Late, OutgoingTensor, Part, length_of
 from formats.storage import FileWriter, Pool, Writer
@@ -169,7 +169,7 @@ def _opened(ranks: Ranks, stack: ExitStack, writer: Writer | None, name: str) ->
         return file
     path = os.fsdecode(ranks.broadcast(b""))
     try:
-        return stack.enter_context(joined_file(path, path))
+        return stack.enter_context(join_file(path, path))
     except FileNotFoundError as error:
         raise StoreError(
             f"{path}: rank 0 writes this file, and rank {ranks.rank} does not see it: convert to a "

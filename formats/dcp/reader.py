@@ -415,7 +415,7 @@ class ReadAhead:
         self.url = reader.url
         self.read_bytes = reader.read_bytes
         self._reader = reader
-        self.changed_on_the_way = getattr(reader, "changed_on_the_way", None)
+        self.count_reread = getattr(reader, "count_reread", None)
         # One attribute: no thread sees the place of one block with the bytes of another.
         self._block: tuple[str, int, bytes] = ("", 0, b"")
 

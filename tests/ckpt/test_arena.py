@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckpt.saving import arena as arena_module
 from ckpt.saving.arena import HEAD_BYTES, REMEMBERED, TOUCH_BYTES, Arena, get_progress, set_progress
-from ckpt.stores.shared_memory import GENERATION, NO_DATA, mapped
+from ckpt.stores.shared_memory import GENERATION, NO_DATA, map_memory
 
 PAGE, HUGE = 4096, 2 << 20
 
@@ -126,7 +126,7 @@ def test_a_copy_that_a_signal_interrupts_goes_on(monkeypatch: pytest.MonkeyPatch
 def test_what_one_maps_the_other_sees_and_keeps_while_it_grows() -> None:
     arena = Arena()
     arena.reserve(3)[:] = b"one"
-    other = mapped(arena.descriptor)
+    other = map_memory(arena.descriptor)
     assert other[HEAD_BYTES : HEAD_BYTES + 3] == b"one"
     set_progress(other, 1 << 40)
     assert arena.progress() == 1 << 40

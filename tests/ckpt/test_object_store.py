@@ -99,7 +99,7 @@ def test_a_large_file_goes_in_parts(store: Store, proxy: FaultProxy) -> None:
     assert proxy.count("POST") == 2
     assert proxy.received_bytes < len(CONTENT) + 2000
     assert content_of(store, "large") == CONTENT
-    assert store.unfinished() == []
+    assert store.list_unfinished() == []
 
 
 @pytest.mark.thorough
@@ -122,9 +122,9 @@ def test_an_upload_that_an_exception_ends_leaves_nothing(
 ) -> None:
     with pytest.raises(error), store.create("large", rewritable) as file:  # noqa: PT012
         file.write([b"header", CONTENT])
-        assert len(store.unfinished()) == 1
+        assert len(store.list_unfinished()) == 1
         raise error
-    assert store.unfinished() == []
+    assert store.list_unfinished() == []
     assert store.sizes() == {}
 
 
@@ -134,7 +134,7 @@ def test_an_upload_of_which_a_part_fails_for_good_leaves_nothing(
     proxy.schedule = once(Fault.DENIED, asks("PUT", "partNumber=2"))
     with pytest.raises(StoreError, match=r"part 2 of it was denied.*storage_options"):
         put(store, "large")
-    assert store.unfinished() == []
+    assert store.list_unfinished() == []
     assert store.sizes() == {}
 
 
@@ -178,7 +178,7 @@ def test_a_write_that_belongs_to_another_region_is_told_at_once(
     ):
         with pytest.raises(StoreError, match=r"PermanentRedirect.*lies in another region"):
             write()
-    assert store.unfinished() == []
+    assert store.list_unfinished() == []
 
 
 @pytest.mark.thorough
@@ -271,7 +271,7 @@ def test_an_upload_whose_begin_was_not_answered_is_aborted(store: Store, proxy: 
     proxy.schedule = once(Fault.DROP_ANSWER, asks("POST", "uploads"))
     put(store, "0123456789abcdef-00000.safetensors")
     assert proxy.faults() == {Fault.DROP_ANSWER}
-    assert store.unfinished() == []
+    assert store.list_unfinished() == []
 
 
 def test_files_of_a_replaced_checkpoint_that_may_not_be_deleted_are_told(

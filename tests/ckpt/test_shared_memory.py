@@ -15,7 +15,7 @@ from ckpt.stores import shared_memory
 from ckpt.stores.shared_memory import (
     address_of,
     is_sealed,
-    mapped,
+    map_memory,
     new_memory,
     populate,
     remove,
@@ -52,7 +52,7 @@ def test_a_mapping_has_all_bytes_and_ends_with_its_last_view(nbytes: int, writab
     with memory_of(nbytes) as descriptor:
         os.pwrite(descriptor, b"a", 0)
         os.pwrite(descriptor, b"z", nbytes - 1)
-        memory = mapped(descriptor, writable)
+        memory = map_memory(descriptor, writable)
         assert (len(memory), memory.format, memory.readonly) == (nbytes, "B", not writable)
         assert (memory[:1], memory[-1:]) == (b"a", b"z")
         (found,) = mappings()
@@ -77,10 +77,10 @@ def test_the_room_of_a_mapping_is_given_back() -> None:
         return sum(int(hi, 16) - int(lo, 16) for lo, hi in ends)
 
     with memory_of(64 * HUGE) as descriptor:
-        mapped(descriptor)
+        map_memory(descriptor)
         before = total()
         for _ in range(20):
-            mapped(descriptor)
+            map_memory(descriptor)
         assert total() < before + 64 * HUGE
 
 
@@ -91,7 +91,7 @@ def test_huge_pages_keep_the_bytes_that_are_there_and_those_that_come() -> None:
     new = os.urandom(size - size // 2)
     with memory_of(size) as descriptor:
         os.pwrite(descriptor, old, 0)
-        memory = mapped(descriptor)
+        memory = map_memory(descriptor)
 
         def write() -> None:
             for at in range(0, len(new), mmap.PAGESIZE):
@@ -116,14 +116,14 @@ def test_huge_pages_are_not_taken_where_they_cost_more_than_others(
 ) -> None:
     with memory_of(64 * HUGE) as descriptor:
         monkeypatch.setattr(shared_memory, "SLACK_SECONDS", -1.0)
-        assert take_huge_pages(mapped(descriptor)) == 0
+        assert take_huge_pages(map_memory(descriptor)) == 0
         assert os.fstat(descriptor).st_blocks == 0
 
 
 def test_a_system_without_huge_pages_maps_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "_huge_bytes", lambda: 0)
     with memory_of(2 * HUGE) as descriptor:
-        memory = mapped(descriptor)
+        memory = map_memory(descriptor)
         assert take_huge_pages(memory) == 0
         memory[:3] = b"abc"
         assert os.pread(descriptor, 4, 0) == b"abc\0"
@@ -144,5 +144,5 @@ def test_only_sealed_memory_never_becomes_shorter(tmp_path: Path) -> None:
 
 def test_no_room_for_a_mapping_is_an_error() -> None:
     with memory_of(1 << 60) as descriptor, pytest.raises(OSError, match="for a mapping of"):
-        mapped(descriptor)
+        map_memory(descriptor)
     assert mappings() == []

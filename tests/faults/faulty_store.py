@@ -207,8 +207,8 @@ class FaultyStore:
     def arrivals(self) -> dict[str, float]:
         return dict(self._faults.do("arrivals", "", self._inner.arrivals))
 
-    def unfinished(self) -> list[Unfinished]:
-        return list(self._faults.do("unfinished", "", self._inner.unfinished))
+    def list_unfinished(self) -> list[Unfinished]:
+        return list(self._faults.do("list_unfinished", "", self._inner.list_unfinished))
 
     def unfinished_bytes(self, unfinished: Unfinished) -> int:
         return self._inner.unfinished_bytes(unfinished)

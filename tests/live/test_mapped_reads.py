@@ -158,7 +158,7 @@ def test_sealed_memory_without_room_for_a_mapping_is_never_read_as_zeros(
     def no_room(descriptor: int, writable: bool) -> memoryview:
         raise OSError(12, "no room")
 
-    monkeypatch.setattr(shared_files, "mapped", no_room)
+    monkeypatch.setattr(shared_files, "map_memory", no_room)
     arena = Arena(is_sealed=True)
     arena.reserve(8)[:] = b"contents"
     file = SharedFile([Segment(os.dup(arena.descriptor), HEAD_BYTES, 8)], None)

@@ -72,17 +72,17 @@ def test_a_file_being_written_is_listed_as_unfinished_and_can_be_let_go_of(
     if place.kind not in STRONG:
         pytest.skip("drivers have no word for unfinished files here")
     with place.open() as store, place.open() as other:
-        assert store.unfinished() == []
+        assert store.list_unfinished() == []
         began = time.time() - 60
         with pytest.raises(OSError), store.create("data") as file:  # noqa: PT012
-            while not (some := other.unfinished()):  # what is on its way is not listed yet
+            while not (some := other.list_unfinished()):  # what is on its way is not listed yet
                 file.write([LARGE])
             [found] = some
             assert found.name == "data"
             # moto's clock stands still, in 2010
             assert (0 if place.kind == "moto" else began) < found.started < time.time() + 60
             other.abort(found)
-            while other.unfinished():  # Azure's begins anew with a part that was on its way
+            while other.list_unfinished():  # Azure's begins anew with a part that was on its way
                 other.abort(found)
             other.abort(found)
         assert store.names() == []
@@ -131,7 +131,7 @@ def test_a_file_that_is_to_be_new_is_not_written_over_one_that_has_come_meanwhil
         put(other, "data", b"it came first")
     assert content_of(store, "data") == b"it came first"
     assert store.names() == ["data"]
-    assert store.unfinished() == []
+    assert store.list_unfinished() == []
 
 
 def test_a_stream_that_cannot_change_its_start_says_so(place: Place, store: Store) -> None:
@@ -200,7 +200,7 @@ def test_nothing_is_left_of_a_file_whose_writing_fails(
         file.write([LARGE[:nbytes]])
         raise ZeroDivisionError
     assert store.names() == []
-    assert store.unfinished() == []
+    assert store.list_unfinished() == []
     if place.kind in S3:
         assert place.server is not None
         pending = s3_client(place.server).list_multipart_uploads(Bucket=place.server.bucket)
