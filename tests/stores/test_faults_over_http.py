@@ -382,6 +382,7 @@ def test_what_is_denied_is_not_tried_again(
         assert proxy.count() <= 10
 
 
+@pytest.mark.thorough
 def test_a_file_that_cannot_be_opened_is_asked_for_once_in_a_load(
     clusters: Callable, place: Place, proxy: FaultProxy
 ) -> None:
