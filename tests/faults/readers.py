@@ -153,7 +153,7 @@ def by_convert(case: Case) -> dict[str, torch.Tensor]:
 
 
 def by_diff(case: Case) -> dict[str, torch.Tensor]:
-    found = ckpt.diff(case.folder, case.sound)
+    found = ckpt.diff(case.folder, case.sound, read_all=True)
     assert found.equal
     return case.values
 
