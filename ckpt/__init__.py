@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ckpt.checking.diff import diff
     from ckpt.checking.verify import verify
     from ckpt.converting.convert import convert
+    from ckpt.converting.weighted_sum import WeightedSum
     from ckpt.live.follow import LiveVersion, follow
     from ckpt.live.publish import LiveState, publish
     from ckpt.loading.lazy import Checkpoint, TensorHandle, read
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from ckpt.run.checkpointer import Checkpointer
     from ckpt.run.history import run_steps
     from ckpt.run.memory_tier import Memory
+    from ckpt.run.merge import merge
     from ckpt.run.policy import Keep, RunStep
     from ckpt.run.rng import rng
     from ckpt.run.sampler import ElasticSampler
@@ -72,6 +74,8 @@ _WHERE = {
     "Checkpoint": "ckpt.loading.lazy",
     "TensorHandle": "ckpt.loading.lazy",
     "convert": "ckpt.converting.convert",
+    "WeightedSum": "ckpt.converting.weighted_sum",
+    "merge": "ckpt.run.merge",
     "read_mapping": "ckpt.mapping.changes",
     "TensorMapping": "ckpt.mapping.rules",
     "delete": "ckpt.removing.delete",
@@ -108,6 +112,7 @@ __all__ = [
     "Saved",
     "TensorHandle",
     "TensorMapping",
+    "WeightedSum",
     "__version__",
     "convert",
     "delete",
@@ -118,6 +123,7 @@ __all__ = [
     "latest",
     "limits",
     "load",
+    "merge",
     "per_rank",
     "prepare",
     "publish",

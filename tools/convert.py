@@ -12,7 +12,7 @@ import time
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, Protocol, cast, get_args
 
 from ckpt.arguments import DtypeName, FormatName, KindName
 from ckpt.display import count, printable, size
@@ -147,7 +147,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add(
         "--dtype",
         action="append",
-        type=_dtype,
+        type=dtype_pair,
         metavar="[PATTERN=]DTYPE",
         help="cast tensors of 16-bit floats and larger (example: bfloat16), or those with such new "
         "names (example: '*norm.weight=float32'; keep casts none); repeatable, the first pattern "
@@ -208,7 +208,7 @@ def run(options: Options) -> int:
             overwrite=options.overwrite,
             allow_loss=options.allow_loss,
             compress=options.compress,
-            dtype=_dtypes(options.dtype),
+            dtype=dtypes_of(options.dtype),
             kind=options.kind,
             world_size=options.world_size,
             dry_run=options.dry_run,
@@ -222,15 +222,49 @@ def run(options: Options) -> int:
     seconds = time.monotonic() - began
     if not is_first:
         return ExitCode.FINE
+    show(options, report, seconds)
+    return ExitCode.FINE
+
+
+class Shown(Protocol):
+    """The options that decide what is printed of a conversion."""
+
+    @property
+    def dry_run(self) -> bool:
+        """Whether nothing is written."""
+        ...
+
+    @property
+    def verify(self) -> bool:
+        """Whether the result is read back."""
+        ...
+
+    @property
+    def verbose(self) -> bool:
+        """Whether each tensor is a line."""
+        ...
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is printed."""
+        ...
+
+    @property
+    def as_json(self) -> bool:
+        """Whether JSON is printed."""
+        ...
+
+
+def show(options: Shown, report: ConvertReport, seconds: float) -> None:
+    """Prints the report of a conversion."""
     if options.as_json:
         print(json_text(_summary(options, report, seconds)))
     elif not options.quiet:
         for line in _lines(options, report, seconds):
             print(line)
-    return ExitCode.FINE
 
 
-def _summary(options: Options, report: ConvertReport, seconds: float) -> dict[str, object]:
+def _summary(options: Shown, report: ConvertReport, seconds: float) -> dict[str, object]:
     """The report for programs."""
     found: dict[str, object] = {
         "src": report.src,
@@ -260,7 +294,7 @@ def _summary(options: Options, report: ConvertReport, seconds: float) -> dict[st
     return found
 
 
-def _lines(options: Options, report: ConvertReport, seconds: float) -> Iterator[str]:
+def _lines(options: Shown, report: ConvertReport, seconds: float) -> Iterator[str]:
     """The report for people."""
     plan = report.plan
     if plan is not None and (options.dry_run or options.verbose):
@@ -354,17 +388,17 @@ def _shown(names: Sequence[str]) -> str:
     return first + (f" and {more} more" if more > 0 else "")
 
 
-def _dtype(text: str) -> Pair:
+def dtype_pair(text: str) -> Pair:
     """A dtype with the pattern of its names, for argparse.
 
-    >>> _dtype("bfloat16"), _dtype("*norm.weight=float32"), _dtype("/a=b/=keep")
-    (('*', 'bfloat16'), ('*norm.weight', 'float32'), ('/a=b/', 'keep'))
+    >>> dtype_pair("bfloat16"), dtype_pair("*norm=float32"), dtype_pair("/a=b/=keep")
+    (('*', 'bfloat16'), ('*norm', 'float32'), ('/a=b/', 'keep'))
     """
     pattern, _, dtype = text.rpartition("=")
     return pattern or "*", dtype
 
 
-def _dtypes(given: Sequence[Pair] | None) -> dict[str, DtypeName | None]:
+def dtypes_of(given: Sequence[Pair] | None) -> dict[str, DtypeName | None]:
     """The dtypes by pattern; that for all other names last."""
     ordered = sorted(by_first(given, "--dtype").items(), key=lambda pair: pair[0] == "*")
     return {

@@ -21,6 +21,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpt.arguments import DtypeName, FormatName, KindName
@@ -50,6 +51,7 @@ from ckpt.converting.targets import (
     folder_writer,
     kept_folder,
 )
+from ckpt.converting.weighted_sum import WeightedSum, check_has_sum
 from ckpt.mapping.apply import Mapped
 from ckpt.mapping.casts import Casts
 from ckpt.mapping.changes import Changes, MappingName, Part, place_of_model, place_of_module
@@ -121,7 +123,7 @@ class ConvertReport:
 
 
 def convert(
-    src: str | os.PathLike[str],
+    src: str | os.PathLike[str] | WeightedSum,
     dst: str | os.PathLike[str],
     *,
     to: FormatName | None = None,
@@ -156,6 +158,7 @@ def convert(
     safetensors and Hugging Face have no checksums.
 
     Args:
+        src: a path or URL, or the sum of several checkpoints (`ckpt.WeightedSum`).
         to: `ckpt`, `safetensors`, `hf`, `torch`, `dcp`, `gguf` or `npz`. By default the end of
             `dst` decides (`.safetensors`, `.pt`, `.pth`, `.bin`, `.gguf`, `.npz`); a name
             without an ending becomes `ckpt`. Other endings are refused.
@@ -255,7 +258,9 @@ def convert(
     is_first = ranks is None or ranks.rank == 0
     with called_together(ranks) as told, ExitStack() as stack:
         told.doing("reading the source")
-        source = stack.enter_context(open_source(src, storage_options))
+        is_sum = isinstance(src, WeightedSum)
+        opening = src.opened if isinstance(src, WeightedSum) else partial(open_source, src)
+        source = stack.enter_context(opening(storage_options))
         if is_first:
             target.check_free(source)
         changes, beside = _of_weights(changes, source, target.format)
@@ -264,6 +269,8 @@ def convert(
             source = replace(source, catalog=with_modules(source.store, source.catalog))
         changed = changes.applied(source)
         found, opaque = _without_opaque(source.url, changed)
+        if is_sum:
+            check_has_sum(source, found.catalog)
         counted = _counted(progress, told)
         untied = target.unties(files)
         state = outgoing(source.url, source.store, found.catalog, casts, counted, untied)
@@ -293,7 +300,7 @@ def convert(
                 for problem in library_problems(result.store, result.catalog):
                     raise CorruptError(problem.message)
         return ConvertReport(
-            src=os.fspath(src),
+            src=source.url,
             dst=target.url,
             source_format=source.catalog.format,
             target_format=target.format.value,

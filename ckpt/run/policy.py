@@ -147,6 +147,11 @@ class RunStep:
     """Whether a listing of its bucket shows its manifest and none of its files."""
 
     @property
+    def is_sound(self) -> bool:
+        """Whether its manifest can be read and names files that are there."""
+        return not (self.is_damaged or self.is_bare)
+
+    @property
     def age(self) -> Age:
         """When it was saved."""
         return Age(self.time, self.order, self.name)

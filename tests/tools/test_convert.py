@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import ckpt
 from ckpt.saving.save import save
 from tools.exit_codes import ExitCode
 
@@ -320,3 +321,27 @@ def test_a_part_that_is_not_there_is_told_by_the_option_that_names_it(run, saved
     assert (ended.code, ended.out) == (ExitCode.USAGE, "")
     top = "its top entries are model, optimizer, step"
     assert ended.err == f"ckpt: {saved}: --select modle names no entry of the checkpoint; {top}\n"
+
+
+def test_a_merge_says_what_it_wrote(run, tmp_path):
+    for step, value in enumerate((1.0, 2.0, 6.0)):
+        save(tmp_path / f"run/step-{step}", {"model": {"w": torch.full((4,), value)}, "step": step})
+    steps = [tmp_path / f"run/step-{step}" for step in range(3)]
+    ended = run("merge", tmp_path / "run", "--last", "3", tmp_path / "m.safetensors")
+    assert ended.code == ExitCode.FINE
+    assert "step-0 + " in ended.out
+    assert "-> " + str(tmp_path / "m.safetensors") + " (safetensors): 1 tensor, 16 B" in ended.out
+    ended = run("merge", *steps, tmp_path / "ema.pt", "--ema", "0.5", "--model-only", "--verify")
+    assert "read back and equal" in ended.out
+    assert torch.load(tmp_path / "ema.pt")["w"].tolist() == [3.75] * 4
+    summed = json.loads(run("merge", *steps, tmp_path / "x", "--weights=1,-1,1", "--json").out)
+    assert (summed["tensors"], summed["written"]) == (1, True)
+    assert ckpt.read(tmp_path / "x")["model"]["w"].tolist() == [5.0] * 4
+    for wrong, said in (
+        (["--weights", "1"], "3 checkpoints have 1 weights"),
+        (["--weights", "a,b"], "'a,b' is no list of numbers"),
+        (["--last", "2"], "give one run and a number"),
+    ):
+        ended = run("merge", *steps, tmp_path / "y", *wrong)
+        assert ended.code == ExitCode.USAGE
+        assert said in ended.err

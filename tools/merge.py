@@ -1,0 +1,158 @@
+"""`ckpt merge`: a mean, a moving average or another weighted sum of checkpoints, in any format.
+
+`torchrun --nproc-per-node N -m ckpt merge SRC ... DST` does it with N processes.
+"""
+
+from __future__ import annotations
+
+import time
+from argparse import ArgumentParser, ArgumentTypeError
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, get_args
+
+from ckpt.arguments import FormatName
+from tools.convert import dtype_pair, dtypes_of, show
+from tools.exit_codes import OF_A_READER, ExitCode, Help
+from tools.options import (
+    Option,
+    Pair,
+    add_name_patterns,
+    add_quiet,
+    add_storage_options,
+    add_storage_options_of,
+    mapping,
+)
+from tools.progress import progress, tensor_bytes
+from tools.torchrun import ranks_of_torchrun
+
+if TYPE_CHECKING:
+    from ckpt.mapping.changes import Part
+
+HELP = Help(
+    summary="write the mean or another weighted sum of checkpoints, in bounded memory",
+    description="""\
+Writes the mean of checkpoints of one model, or their sum with weights of your own, in any format.
+Names, plain values and files beside the weights are those of the first. Tensors of whole numbers
+have to be equal in all.""",
+    examples=(
+        ("ckpt merge runs/gpt --last 8 mean --model-only", "the mean of the last 8 steps of a run"),
+        (
+            "ckpt merge base tuned base out --weights 1,0.5,-0.5 --to hf",
+            "a model with half of what another one has learned from it",
+        ),
+    ),
+    codes=(*OF_A_READER, ExitCode.EXISTS),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The sources with their weights, and the target."""
+
+    sources: list[str]
+    dst: str
+    weights: tuple[float, ...] | None
+    last: int | None
+    ema: float | None
+    in_float64: bool
+    to: FormatName | None
+    select: str | None
+    part: Part | None
+    include: list[str] | None
+    exclude: list[str] | None
+    dtype: list[Pair] | None
+    overwrite: bool
+    dry_run: bool
+    verify: bool
+    verbose: bool
+    quiet: bool
+    as_json: bool
+    storage_options: list[Option] | None = field(default=None, repr=False)
+    dst_storage_options: list[Option] | None = field(default=None, repr=False)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declares the arguments."""
+    add = parser.add_argument
+    add("sources", metavar="SRC", nargs="+", help="paths or URLs; with --last the folder of a run")
+    add("dst", metavar="DST", help="a path or URL that does not exist yet")
+    add(
+        "--weights",
+        type=_numbers,
+        metavar="W,W,...",
+        help="a number for each SRC (example: 0.5,0.3,0.2); they need no sum of 1; default: equal",
+    )
+    add("--last", type=int, metavar="N", help="the newest N steps of the run SRC")
+    add("--ema", type=float, metavar="DECAY", help="an exponential average, the last SRC newest")
+    add("--float64", dest="in_float64", action="store_true", help="sums in float64, not float32")
+    add("--to", choices=get_args(FormatName), help="the format to write, as for ckpt convert")
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument("--select", metavar="KEYPATH", help="only what is below this key path")
+    parts.add_argument(
+        "--model-only", dest="part", action="store_const", const="model", help="only the model"
+    )
+    add_name_patterns(parser)
+    add(
+        "--dtype",
+        action="append",
+        type=dtype_pair,
+        metavar="[PATTERN=]DTYPE",
+        help="the dtype of the result, as for ckpt convert; default: that of the first SRC",
+    )
+    add("--overwrite", action="store_true", help="replace what is at DST")
+    add("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
+    add("--verify", action="store_true", help="read the result back and compare every byte")
+    add("-v", "--verbose", action="store_true", help="print each tensor")
+    add_quiet(parser)
+    add("--json", dest="as_json", action="store_true", help="the summary as JSON")
+    add_storage_options(parser)
+    add_storage_options_of(parser, "DST")
+
+
+def run(options: Options) -> int:
+    """Merges, and prints what was written."""
+    from ckpt.run.merge import merge, sum_of
+
+    began = time.monotonic()
+    storage = mapping(options.storage_options)
+    total = sum_of(
+        options.sources, options.weights, options.last, options.ema, options.in_float64, storage
+    )
+    with (
+        ranks_of_torchrun() as (group, is_first),
+        progress("merge", lambda: tensor_bytes(total.urls[0], storage), options.quiet) as advance,
+    ):
+        report = merge(
+            total.urls,
+            options.dst,
+            weights=total.weights,
+            in_float64=options.in_float64,
+            to=options.to,
+            select=options.select,
+            part=options.part,
+            include=options.include,
+            exclude=options.exclude,
+            dtype=dtypes_of(options.dtype),
+            overwrite=options.overwrite,
+            dry_run=options.dry_run,
+            verify=options.verify,
+            group=group,
+            progress=advance if is_first else None,
+            storage_options=storage,
+            dst_storage_options=mapping(options.dst_storage_options),
+        )
+    if is_first:
+        show(options, report, time.monotonic() - began)
+    return ExitCode.FINE
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    """Returns numbers with commas between them, for argparse.
+
+    >>> _numbers("1,0.5,-0.5")
+    (1.0, 0.5, -0.5)
+    """
+    try:
+        return tuple(float(number) for number in text.split(","))
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no list of numbers; give 0.5,0.3,0.2") from None
