@@ -1,15 +1,19 @@
-"""Converting workload A, saved by two ranks, to other formats: ckpt beside rivals and a copy.
+"""Converting workload A, saved by two ranks, to other formats, and merging: ckpt beside rivals.
 
     python benchmarks/convert.py --store DIR
 
-The floor copies as many bytes from file to file. Rivals' files are flushed to the disk as ours are.
+The floor of a conversion copies as many bytes from file to file. That of a merge reads three files
+of 16-bit floats in parts, adds their products in float32, and writes the sum. Rivals' files are
+flushed to the disk as ours are.
 """
 
 from __future__ import annotations
 
 import os
+import struct
 import subprocess
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import dcp
@@ -19,7 +23,7 @@ import report
 import torch
 import workload
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -32,6 +36,9 @@ SAVED_BY = 2
 """Ranks that wrote the checkpoints."""
 SHARD_BYTES = 500_000_000
 """The largest file of a Hugging Face folder."""
+WEIGHTS = (0.5, 0.3, 0.2)
+"""Those of a merge, whose sources have as many bytes together as the workload."""
+PART_BYTES = 4 << 20
 
 
 def _save(store: str, gib: float) -> None:
@@ -126,14 +133,93 @@ def _check_weight(ours: str, found: torch.Tensor) -> None:
             raise RuntimeError("the converted file has other values than the checkpoint")
 
 
+def _save_models(store: str, gib: float) -> None:
+    rows = int(gib * (1 << 30)) // (len(WEIGHTS) * 2 * 16 * 1024)
+    for number in range(len(WEIGHTS)):
+        made = torch.Generator().manual_seed(number)
+        state = {f"l{n}": torch.randn(rows, 1024, generator=made).bfloat16() for n in range(16)}
+        save_file(state, f"{store}/model-{number}.safetensors")
+        ckpt.save(f"{store}/steps/step-{number}", state)
+
+
+def _merge(store: str, rounds: int) -> measure.Samples:
+    files = [f"{store}/model-{number}.safetensors" for number in range(len(WEIGHTS))]
+    out = f"{store}/out.safetensors"
+
+    def fresh() -> None:
+        report.remove(out)
+
+    def check() -> None:
+        expected = torch.zeros(1024)
+        for file, weight in zip(files, WEIGHTS, strict=True):
+            with safe_open(file, "pt") as opened:
+                expected += opened.get_slice("l3")[5].float() * weight
+        with safe_open(out, "pt") as opened:
+            found = opened.get_slice("l3")[5].float()
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)  # of 16 bits
+
+    def contestant(run: Callable[[], object]) -> measure.Contestant:
+        return measure.Contestant(run, fresh, check)
+
+    contestants = {
+        report.FLOOR: contestant(lambda: floor.flushed(lambda: _stream(files, out), out)),
+        "ckpt.merge of safetensors files": contestant(
+            lambda: ckpt.merge(files, out, weights=WEIGHTS)
+        ),
+        "ckpt.merge of the last steps of a run": contestant(
+            lambda: ckpt.merge([f"{store}/steps"], out, last=len(WEIGHTS), weights=WEIGHTS)
+        ),
+        "safetensors' load_file, torch, save_file": contestant(
+            lambda: floor.flushed(lambda: _sum_whole(files, out), out)
+        ),
+    }
+    return measure.interleaved(contestants, rounds)
+
+
+def _stream(files: list[str], out: str) -> None:
+    """The sum of files of one header and one dtype, part by part."""
+    data, part = memoryview(bytearray(PART_BYTES)), torch.empty(PART_BYTES // 2)
+    with ExitStack() as stack:
+        opened = [stack.enter_context(open(file, "rb", buffering=0)) for file in files]
+        target = stack.enter_context(open(out, "wb", buffering=0))
+        (header,) = struct.unpack("<Q", opened[0].read(8))
+        opened[0].seek(0)
+        target.write(opened[0].read(8 + header))
+        for file in opened[1:]:
+            file.seek(8 + header)
+        while True:
+            total = part.zero_()
+            for file, weight in zip(opened, WEIGHTS, strict=True):
+                nbytes = file.readinto(data)
+                if not nbytes:
+                    return
+                source = torch.frombuffer(data, dtype=torch.bfloat16, count=nbytes // 2)
+                total = total[: nbytes // 2].add_(source.float().mul_(weight))
+            target.write(total.bfloat16().view(torch.uint8).numpy().data)
+
+
+def _sum_whole(files: list[str], out: str) -> None:
+    total = {name: tensor.float().mul_(WEIGHTS[0]) for name, tensor in load_file(files[0]).items()}
+    for file, weight in zip(files[1:], WEIGHTS[1:], strict=True):
+        for name, tensor in load_file(file).items():
+            total[name].add_(tensor.float().mul_(weight))
+    save_file({name: tensor.bfloat16() for name, tensor in total.items()}, out)
+
+
 def tables(options: report.Options) -> list[report.Table]:
-    """One table; converting is the work of one process, whatever the world sizes."""
+    """Two tables; both are the work of one process, whatever the world sizes."""
     with options.folder() as store:
         measure.on_ranks(SAVED_BY, _save, store, options.gib)
         ranks = measure.on_ranks(1, _convert, store, options.rounds)
     rows = report.rows(str(SAVED_BY), measure.joined(ranks), report.write_calls)
     columns = report.columns("saved by", "write calls")
-    return [report.Table(f"Convert, {options.gib:g} GiB, {options.where}", columns, rows)]
+    found = [report.Table(f"Convert, {options.gib:g} GiB, {options.where}", columns, rows)]
+    with options.folder() as store:
+        measure.on_ranks(1, _save_models, store, options.gib)
+        ranks = measure.on_ranks(1, _merge, store, options.rounds)
+    rows = report.rows("1", measure.joined(ranks), report.write_calls)
+    found.append(report.Table(f"Merge, 3 in {options.gib:g} GiB, {options.where}", columns, rows))
+    return found
 
 
 if __name__ == "__main__":
