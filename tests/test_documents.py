@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,6 +87,17 @@ def test_the_rooms_of_the_architecture_are_the_folders_of_the_product() -> None:
         for path in (ROOT / package).rglob("__init__.py")
     }
     assert named == folders
+
+
+def test_the_top_level_has_nothing_but_the_packages_and_their_companions() -> None:
+    told = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if told.returncode:
+        pytest.skip("no checkout of git here")
+    folders = {path.partition("/")[0] for path in told.stdout.splitlines() if "/" in path}
+    assert folders == {
+        *("ckpt", "sharding", "formats", "tools", "tests"),
+        *("docs", "examples", "benchmarks", ".ci", ".github"),
+    }
 
 
 def test_the_journeys_of_the_architecture_name_files_of_the_product() -> None:
