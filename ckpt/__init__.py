@@ -35,6 +35,8 @@ from sharding.errors import *  # noqa: E402, F403
 if TYPE_CHECKING:
     from ckpt import events, sharding, state_dict
     from ckpt.checking.diff import diff
+    from ckpt.checking.identity import Identity
+    from ckpt.checking.identity import id as id
     from ckpt.checking.verify import verify
     from ckpt.converting.convert import convert
     from ckpt.converting.weighted_sum import WeightedSum
@@ -82,6 +84,8 @@ _WHERE = {
     "gc": "ckpt.removing.gc",
     "LeftOver": "ckpt.removing.gc",
     "diff": "ckpt.checking.diff",
+    "Identity": "ckpt.checking.identity",
+    "id": "ckpt.checking.identity",
     "verify": "ckpt.checking.verify",
     "limits": f"{formats.__name__}.limits",
     "LiveState": "ckpt.live.publish",
@@ -101,6 +105,7 @@ __all__ = [
     "Checkpoint",
     "Checkpointer",
     "ElasticSampler",
+    "Identity",
     "Keep",
     "LeftOver",
     "LiveState",
@@ -137,7 +142,7 @@ __all__ = [
     "verify",
 ]
 __all__ += errors.__all__
-"""All names but `open`, which would hide Python's own."""
+"""All names but `open` and `id`, which would hide Python's own."""
 
 
 def __getattr__(name: str) -> object:
@@ -151,4 +156,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "open"])
+    return sorted([*__all__, "id", "open"])

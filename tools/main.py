@@ -42,6 +42,7 @@ from tools import (
     top,
     verify,
 )
+from tools import id as identity
 from tools.exit_codes import ExitCode, Help, code_of, epilog
 from tools.options import with_options
 from tools.progress import note_of_a_wait
@@ -65,6 +66,8 @@ GUESSES = {
     "tree": "inspect",
     "check": "verify",
     "fsck": "verify",
+    "digest": "id",
+    "sha256": "id",
     "compare": "diff",
     "export": "convert",
     "import": "convert",
@@ -152,6 +155,7 @@ _COMMANDS = (
     _Command("inspect", inspect.HELP, inspect.Options, inspect.add_arguments, inspect.run),
     _Command("verify", verify.HELP, verify.Options, verify.add_arguments, verify.run),
     _Command("diff", diff.HELP, diff.Options, diff.add_arguments, diff.run),
+    _Command("id", identity.HELP, identity.Options, identity.add_arguments, identity.run),
     _Command("convert", convert.HELP, convert.Options, convert.add_arguments, convert.run),
     _Command("merge", merge.HELP, merge.Options, merge.add_arguments, merge.run),
     _Command("plan", plan.HELP, plan.Options, plan.add_arguments, plan.run),

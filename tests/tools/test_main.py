@@ -131,6 +131,7 @@ ARGUMENTS = {
     "inspect": (["checkpoint", "name", "other"], ["--depth", "2"]),
     "verify": (["checkpoint", "other", "third"], ["-v"]),
     "diff": (["a", "b"], ["--rtol", "0.1"]),
+    "id": (["checkpoint", "other"], ["-v"]),
     "convert": (["src", "dst"], ["--overwrite"]),
     "merge": (["src", "other", "dst"], ["--weights", "1,2"]),
     "plan": (["checkpoint"], ["--world-size", "2"]),
@@ -165,7 +166,7 @@ def test_an_option_may_stand_before_between_and_after_the_other_arguments(comman
 @pytest.mark.parametrize("unknown", ["--bogus", "extra"])
 def test_an_unknown_argument_is_told_with_the_help_of_its_command(run, command, unknown):
     plain, option = ARGUMENTS[command]
-    if unknown == "extra" and command in ("inspect", "merge", "verify", "rm"):
+    if unknown == "extra" and command in ("id", "inspect", "merge", "verify", "rm"):
         return  # these take any number
     ended = run(command, *plain, *option, unknown)
     assert ended.code == ExitCode.USAGE
