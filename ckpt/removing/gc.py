@@ -331,7 +331,7 @@ class _Seen:
         inside = (path for path in self._listing.files if path and path.startswith(above))
         return sorted({path.removeprefix(above).split("/")[0] for path in inside})
 
-    def unfinished(self) -> list[Unfinished]:
+    def list_unfinished(self) -> list[Unfinished]:
         """Returns the incomplete uploads to the folder."""
         return self._listing.begun_in(self._folder)
 
