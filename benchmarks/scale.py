@@ -28,11 +28,11 @@ import torch
 import xxhash
 
 from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
-from ckpt.plan.reuse import collected_later
-from ckpt.plan.save_plan import WriteItem, plan_save, stored_layouts
+from ckpt.plan.reuse import pause_collection
+from ckpt.plan.save_plan import WriteItem, choose_layouts, plan_save
 from ckpt.state.flatten import FlatState, Leaf
 from ckpt.state.merged_state import fingerprints, summary
-from ckpt.state.state_spec import StateSpec, merged
+from ckpt.state.state_spec import StateSpec, merge_specs
 from formats.catalog import Catalog, TensorRef
 from formats.errors import SizeError, TooLargeError
 from formats.native import reader
@@ -113,7 +113,7 @@ def _name(rank: int) -> str:
 def planned_save(described: StateSpec, rank: int) -> Saved:
     """Everything that a rank computes between its description and the first byte it writes."""
     fingerprints(described)
-    tensors = stored_layouts(described.tensors)
+    tensors = choose_layouts(described.tensors)
     return _own(described.tensors, tensors, rank)
 
 
@@ -139,7 +139,7 @@ class Memory:
     read_bytes = LOCAL_READ_BYTES
 
     def __init__(self, described: StateSpec, world_size: int, needed: Sequence[int]) -> None:
-        tensors = stored_layouts(described.tensors)
+        tensors = choose_layouts(described.tensors)
         self._files = {rank: _own(described.tensors, tensors, rank) for rank in needed}
         manifest = manifest_of(described, tensors, world_size)
         files = [
@@ -190,7 +190,7 @@ def plan_load(catalog: Catalog, wanted: StateSpec, rank: int) -> list[ReadReques
     """What a rank reads of a checkpoint, and where: every element that it holds."""
     found: list[ReadRequest] = []
     copies = BoxCopies()
-    with collected_later():  # as a load does
+    with pause_collection():  # as a load does
         for name, tensor in wanted.tensors.items():
             pieces = copies.pieces(tensor.layout, rank)
             found += requests_for(catalog.tensors[name], pieces, 0, copies)
@@ -199,7 +199,7 @@ def plan_load(catalog: Catalog, wanted: StateSpec, rank: int) -> list[ReadReques
 
 def needed(have: StateSpec, wanted: StateSpec, rank: int) -> list[int]:
     """The ranks whose files a rank of another world opens."""
-    stored = stored_layouts(have.tensors)
+    stored = choose_layouts(have.tensors)
     return sorted(
         {
             holder
@@ -224,7 +224,7 @@ def saving_row(label: Sequence[str], of_rank: Callable[[int], StateSpec], ranks:
         described = of_rank(rank)
         saved[rank], seconds[rank] = timed(lambda d=described, r=rank: planned_save(d, r))
     first = of_rank(0)
-    tensors = stored_layouts(first.tensors)
+    tensors = choose_layouts(first.tensors)
     nbytes = [plan_save(first.tensors, tensors, r).nbytes for r in _spaced(ranks, COUNTED)]
     total = sum(t.dtype.nbytes(t.shape) for t in tensors.values())
     manifest, dumping = timed(lambda: dump(manifest_of(first, tensors, ranks)))
@@ -308,7 +308,7 @@ def merging_table(model: big_models.Model, worlds: Sequence[int]) -> report.Tabl
                     manifest = load(text, "a summary", stored=False)
                     described = StateSpec(manifest.tensors, manifest.aliases, manifest.tree)
                     found.append((range(stage * width, (stage + 1) * width), described))
-                return len(stored_layouts(merged(found, world).tensors))
+                return len(choose_layouts(merge_specs(found, world).tensors))
 
             tensors, seconds = timed(merge)
             received = f"{sum(map(len, texts)) / 1e6:.2f}"
@@ -334,7 +334,7 @@ def rival_rows(ranks: int) -> list[list[str]]:
         timed(functools.partial(plan_save, described, state, rank))[1]
         for rank in _spaced(ranks, SAMPLED)
     )
-    manifest = dump(manifest_of(described, stored_layouts(tensors), ranks))
+    manifest = dump(manifest_of(described, choose_layouts(tensors), ranks))
     _, opening = timed(lambda: load(manifest))
     loading = []
     for target in targets:

@@ -38,7 +38,7 @@ SAVE: Where = {
     "waiting for and telling other ranks": RANKS,
     "planning who writes what": (
         "ckpt.saving.agreement:check_members",
-        "ckpt.saving.agreement:stored_layouts",
+        "ckpt.saving.agreement:choose_layouts",
         "ckpt.saving.agreement:plan_save",
     ),
     "the file's header": ("formats.native.shard_writer:build",),

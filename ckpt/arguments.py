@@ -113,13 +113,13 @@ def memory_budget() -> int:
         ArgumentError: the variable's text is not a size, or is too small.
     """
     text = os.environ.get(VARIABLE, "").strip()
-    return parsed(text) if text else DEFAULT_BYTES
+    return parse_bytes(text) if text else DEFAULT_BYTES
 
 
-def parsed(text: str) -> int:
+def parse_bytes(text: str) -> int:
     """Returns the bytes of a size as text. Raises as `memory_budget` does.
 
-    >>> parsed("64MiB"), parsed("100000000")
+    >>> parse_bytes("64MiB"), parse_bytes("100000000")
     (67108864, 100000000)
     """
     try:

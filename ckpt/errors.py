@@ -15,7 +15,7 @@ from formats.errors import *  # noqa: F403 - every error has one list, in its ow
 from formats.errors import CorruptError
 from sharding import errors as root_errors
 from sharding.errors import *  # noqa: F403
-from sharding.errors import CkptError, Picklable, listed, mixed_content, without_secrets
+from sharding.errors import CkptError, Picklable, describe_mixed, format_names, without_secrets
 
 __all__ = [
     "AccessDeniedError",
@@ -289,7 +289,7 @@ class PartialLoadError(CkptError):
     def __str__(self) -> str:
         if not self.touched:
             return f"{self.reason}. No tensor was touched; values and objects may have changed"
-        return f"{self.reason}. {mixed_content(self.touched)}"
+        return f"{self.reason}. {describe_mixed(self.touched)}"
 
 
 class DamagedLoadError(PartialLoadError, CorruptError):
@@ -307,7 +307,9 @@ class MismatchedLoadError(PartialLoadError, MismatchError):
         self.url = url
         self.differences = tuple(differences)
         self.touched = tuple(touched)
-        CkptError.__init__(self, f"{url} does not fit the target: {_listed(self.differences)}")
+        CkptError.__init__(
+            self, f"{url} does not fit the target: {_format_differences(self.differences)}"
+        )
 
 
 class ReplacedLoadError(PartialLoadError, ReplacedError):
@@ -320,7 +322,7 @@ SHOWN_SKIPPED = 3
 """The most skipped differences in a message; the attribute has all of them."""
 
 
-def _listed(differences: Sequence[Difference]) -> str:
+def _format_differences(differences: Sequence[Difference]) -> str:
     """Returns the first differences as text, and how many more there are."""
     more = len(differences) - SHOWN_SKIPPED
     return "; ".join(map(str, differences[:SHOWN_SKIPPED])) + (
@@ -391,9 +393,9 @@ class SkippedWarning(Picklable, UserWarning):
         super().__init__(message)
 
 
-def skipped_warning(where: str, skipped: Sequence[Difference]) -> SkippedWarning:
+def make_skipped_warning(where: str, skipped: Sequence[Difference]) -> SkippedWarning:
     """Returns the warning about differences that `strict=False` leaves out."""
-    told = f"strict=False skips {len(skipped)}: {_listed(skipped)}"
+    told = f"strict=False skips {len(skipped)}: {_format_differences(skipped)}"
     return SkippedWarning(f"{without_secrets(where)}: {told}", skipped)
 
 
@@ -414,7 +416,7 @@ class UnverifiedWarning(Picklable, UserWarning):
         self.tensors = tuple(tensors)
         """This rank's tensors that were read from a part of a record; empty if only other ranks
         have such tensors."""
-        shown = listed(self.tensors, 5) or "on other ranks"
+        shown = format_names(self.tensors, 5) or "on other ranks"
         super().__init__(
             f"{without_secrets(url)}: parts of records were read ({shown}), and a record has "
             "one CRC-32 for all its bytes, so these parts were not verified; pass verify='all' to "

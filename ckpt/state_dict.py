@@ -37,12 +37,12 @@ from ckpt.state.merged_state import (
 )
 from ckpt.state.patterns import Rename
 from ckpt.state.saved import Saved
-from ckpt.state.state_spec import check_members, versioned
+from ckpt.state.state_spec import check_members, with_versions
 from ckpt.state.stateful import with_names
-from ckpt.state.typed_values import opened
-from ckpt.transfer.from_peers import beside, catalog_of, fill_from_peers, held_locally
-from ckpt.transfer.replica_hashes import ReplicaHashes, named
-from ckpt.transfer.run import LoadRun, failed_elsewhere, half_loaded
+from ckpt.state.typed_values import restore_values
+from ckpt.transfer.from_peers import beside, catalog_of, fill_from_peers, local_part
+from ckpt.transfer.replica_hashes import ReplicaHashes, format_names
+from ckpt.transfer.run import LoadRun, half_loaded, name_touched
 from formats.catalog import TensorRef, Tree
 from sharding.agreement.channel import TIMEOUT_SECONDS
 from sharding.agreement.ranks import HASH_BITS, Ranks
@@ -50,7 +50,7 @@ from sharding.describe.describing import TensorLike
 from sharding.describe.members import LocalPart
 from sharding.errors import ArgumentError
 from sharding.kind import Kind
-from sharding.reshard.kinds import converted, dtensor_like
+from sharding.reshard.kinds import convert_kind, dtensor_like
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -124,7 +124,7 @@ def convert(
 
         def reading() -> tuple[Kind, bytes]:
             _check_budget(budget)
-            kind = Kind.named(to)
+            kind = Kind.from_name(to)
             return kind, repr((kind, mesh is None, rank0_only)).encode()
 
         (kind, _), agreed = ranks.run_and_compare(
@@ -132,11 +132,11 @@ def convert(
         )
         _check_same_arguments(agreed.same["arguments"])
         budget = agreed.number
-        held = _merged_state(ranks, f"describing the state to be made {to}", state, model)
+        held = _merge_state(ranks, f"describing the state to be made {to}", state, model)
         kept = {}
         if kind is Kind.SHARDED and mesh is None:
             kept = _dtensors_as_they_are(held, ranks, offload_to_cpu)
-        tensors = kept | converted(
+        tensors = kept | convert_kind(
             {name: tensor for name, tensor in _parts(held) if name not in kept},
             kind,
             mesh=mesh,
@@ -147,8 +147,8 @@ def convert(
         )
         if kind is Kind.FULL and rank0_only and ranks.rank != 0:
             return {}
-        built = _built(held.whole.tree, {name: t for name, t in tensors.items() if t is not None})
-        built = versioned(built, held.whole.versions)
+        built = _build(held.whole.tree, {name: t for name, t in tensors.items() if t is not None})
+        built = with_versions(built, held.whole.versions)
         return built if isinstance(built, dict) else {"": built}
 
 
@@ -203,7 +203,7 @@ def load(
         )
         _check_same_arguments(agreed.same["arguments"])
         budget = agreed.number
-        held = _merged_state(ranks, "describing the state to be loaded", state, model)
+        held = _merge_state(ranks, "describing the state to be loaded", state, model)
 
         def matching() -> tuple[Saved, Match]:
             saved = Saved(catalog_of(held.whole), fit.rename)
@@ -237,7 +237,7 @@ def load(
             with half_loaded(names, reads=False):
                 return matched.install()
 
-        with failed_elsewhere(names):
+        with name_touched(names):
             fill(matched.items, is_final=True)
             return ranks.run_on_all("installing the loaded state", installing)  # type: ignore[return-value]
 
@@ -270,16 +270,16 @@ def _fingerprint_of(read: tuple[object, bytes]) -> dict[str, int]:
     return {"arguments": xxhash.xxh3_64_intdigest(read[1]) >> (64 - HASH_BITS)}
 
 
-def _merged_state(ranks: Ranks, stage: str, state: object, model: nn.Module | None) -> MergedState:
+def _merge_state(ranks: Ranks, stage: str, state: object, model: nn.Module | None) -> MergedState:
     """Returns the merged state of all ranks. All ranks call this."""
 
-    def flattened() -> FlatState:
+    def flatten_named() -> FlatState:
         flat = flatten(with_names(state, model), ranks.mesh)
         check_members(spec_of(flat).tensors, ranks.mesh)
         return flat
 
     hashes = ReplicaHashes("sample", ranks.global_rank)
-    held = agree_on_state(ranks, stage, flattened, weigh=hashes.weigh)
+    held = agree_on_state(ranks, stage, flatten_named, weigh=hashes.weigh)
     if not held.same_values:
         held = with_values_of_first(ranks, held)
     if held.conflicting_values:
@@ -288,7 +288,8 @@ def _merged_state(ranks: Ranks, stage: str, state: object, model: nn.Module | No
     if differing and ranks.rank == 0:
         warn(
             ReplicasWarning(
-                f"not the same on all ranks that have them: {named(differing)}; each rank uses its "
+                f"not the same on all ranks that have them: {format_names(differing)}; each "
+                "rank uses its "
                 "own replica, so the result mixes them; make the replicas equal before this call",
                 [each.name for each in differing],
             ),
@@ -304,7 +305,7 @@ def _parts(held: MergedState) -> Iterator[tuple[str, TensorLike]]:
         if leaf is not None and leaf.layout == tensor.layout:
             yield name, leaf.given
         else:
-            yield name, LocalPart(held_locally(held, name), tensor.layout)
+            yield name, LocalPart(local_part(held, name), tensor.layout)
 
 
 def _dtensors_as_they_are(
@@ -324,18 +325,18 @@ def _dtensors_as_they_are(
     return kept
 
 
-def _built(tree: Tree, tensors: Mapping[str, TensorLike]) -> object:
+def _build(tree: Tree, tensors: Mapping[str, TensorLike]) -> object:
     """Returns the nest with these tensors. A dict lacks entries whose tensor this rank lacks."""
     if isinstance(tree, TensorRef):
         return tensors.get(tree.name)
     if isinstance(tree, dict):
         return {
-            key: _built(item, tensors)
+            key: _build(item, tensors)
             for key, item in tree.items()
             if not isinstance(item, TensorRef) or item.name in tensors
         }
     if isinstance(tree, list):
-        return [_built(item, tensors) for item in tree]
+        return [_build(item, tensors) for item in tree]
     if isinstance(tree, tuple):
-        return tuple(_built(item, tensors) for item in tree)
-    return opened(tree)
+        return tuple(_build(item, tensors) for item in tree)
+    return restore_values(tree)

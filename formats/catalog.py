@@ -296,15 +296,15 @@ def without_opaque(tree: Tree, path: str = "") -> tuple[Tree, tuple[str, ...]]:
     return (None, (path,)) if isinstance(tree, OpaqueValue) else (tree, ())
 
 
-def named_leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
+def iter_leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
     """Yields the leaves of a tree with their names. Empty containers are leaves.
 
-    >>> list(named_leaves({"step": 3, "lr": [0.1, ()]}))
+    >>> list(iter_leaves({"step": 3, "lr": [0.1, ()]}))
     [('step', 3), ('lr.0', 0.1), ('lr.1', ())]
     """
     if isinstance(tree, dict | list | tuple) and tree:
         for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from named_leaves(item, join(path, key))
+            yield from iter_leaves(item, join(path, key))
     else:
         yield path, tree
 
@@ -456,27 +456,27 @@ def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     while groups:
         cuts, group = groups.pop()
         if cuts > CUTS and len(group) > CUTS:
-            raise tangled(len(group))
+            raise tangle_error(len(group))
         for dim in range(len(group[0].lo) if group else 0):
-            parts = _cut(group, dim)
+            parts = _split(group, dim)
             if len(parts) > 1:
                 groups += [(cuts + 1, part) for part in parts if len(part) > 1]
                 break
         else:
             if len(group) > TANGLED:
-                raise tangled(len(group))
+                raise tangle_error(len(group))
             for one, other in combinations(group, 2):
                 if one & other:
                     return one, other
     return None
 
 
-def tangled(pieces: int) -> HostileError:
+def tangle_error(pieces: int) -> HostileError:
     """Returns the error for pieces that take too long to separate."""
     return HostileError(f"{pieces} pieces of a tensor are entangled, which no sharding makes")
 
 
-def _cut(group: list[Box], dim: int) -> list[list[Box]]:
+def _split(group: list[Box], dim: int) -> list[list[Box]]:
     """Returns the group in parts that are separate along a dimension."""
     parts: list[list[Box]] = []
     reach = 0
@@ -525,7 +525,7 @@ class Outgoing:
     """The versions of modules' states, as in `Catalog`."""
 
 
-def encoded_name(name: str) -> bytes:
+def encode_name(name: str) -> bytes:
     """Returns the name of a tensor in UTF-8. Raises FormatError for half a surrogate pair."""
     try:
         return name.encode()

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from formats import torch_save
 from formats.catalog import Catalog, Pieces, PieceTable, StoredPiece, TensorRecord
 from formats.errors import CorruptError, FormatError, UnsupportedError
-from formats.joined import Part, joined
+from formats.joined import Part, join_catalogs
 from formats.storage import Reader
 from sharding.layout import Box, Piece
 
@@ -51,7 +51,7 @@ def read(reader: Reader) -> Catalog:
         )
     parts = [torch_save.read(reader, name) for name in names]
     if len(parts) == 1:
-        return joined("consolidated", [Part((), parts[0])])
+        return join_catalogs("consolidated", [Part((), parts[0])])
     for part, name in zip(parts, names, strict=True):
         if set(part.tensors) != set(parts[0].tensors) or part.aliases:
             raise FormatError(f"{name}: it has other names than {names[0]}; open each by its name")
@@ -94,11 +94,11 @@ def _tensor(name: str, parts: Sequence[Catalog]) -> TensorRecord:
     pieces: list[StoredPiece] = []
     for at, record in enumerate(records):
         lo = tuple(at * size if each == dim else 0 for each in range(len(shape)))
-        pieces += _moved(record.pieces, lo)
+        pieces += _move(record.pieces, lo)
     return first._replace(shape=shape, pieces=PieceTable(pieces))
 
 
-def _moved(pieces: Pieces, lo: tuple[int, ...]) -> list[StoredPiece]:
+def _move(pieces: Pieces, lo: tuple[int, ...]) -> list[StoredPiece]:
     """Returns pieces whose boxes begin at `lo`."""
     found = []
     for piece, extent in pieces:

@@ -42,7 +42,7 @@ from formats.catalog import (
     TensorRef,
     Tree,
     check_inside,
-    encoded_name,
+    encode_name,
     plain_names,
 )
 from formats.dtypes import BY_NAME, DType
@@ -167,7 +167,7 @@ def read(reader: Reader, name: str) -> Catalog:
         raise FormatError(f"{name}: {ALIGNMENT} is {align!r:.80}, not a power of two")
     start = -(-header.at // align) * align
     tensors = _tensors(entries, start, align, header)
-    metadata = {QUANTISED: _quantised(entries), TYPES: _unusual(values, kinds)}
+    metadata = {QUANTISED: _describe_blocks(entries), TYPES: _unusual(values, kinds)}
     tree: dict[Key, Tree] = {tensor: TensorRef(tensor) for tensor in tensors}
     if values and GGUF in tree:
         raise UnsupportedError(f"{name}: a tensor is named {GGUF!r}, as the values here; rename it")
@@ -392,7 +392,7 @@ def _tensors(
     return found
 
 
-def _quantised(entries: list[_Entry]) -> str:
+def _describe_blocks(entries: list[_Entry]) -> str:
     blocks = {
         entry.name: [BLOCK_TYPES[entry.kind].name, list(entry.shape)]
         for entry in entries
@@ -438,7 +438,7 @@ def plan(name: str, state: Outgoing) -> FilePlan:
     return FilePlan(name, [head + bytes(-len(head) % ALIGN_BYTES), *parts])
 
 
-def left_out(state: Outgoing) -> tuple[str, ...]:
+def omissions(state: Outgoing) -> tuple[str, ...]:
     """Returns the key paths of values and the tied names of a state, which a file lacks."""
     values, lost = _values(state)
     rest = state.tree
@@ -463,7 +463,7 @@ def _kind(
             f"{file}: GGUF has no {tensor.dtype}, of {name}; cast it (dtype='float16'), or "
             "leave it out (exclude=)"
         )
-    if len(encoded_name(name)) > NAME_BYTES or len(shape) > MOST_DIMENSIONS:
+    if len(encode_name(name)) > NAME_BYTES or len(shape) > MOST_DIMENSIONS:
         raise UnsupportedError(
             f"{file}: {name} of shape {list(shape)}: in GGUF names have at most {NAME_BYTES} bytes "
             f"and tensors at most {MOST_DIMENSIONS} dimensions; leave it out (exclude=)"
@@ -488,7 +488,7 @@ def _values(state: Outgoing) -> tuple[list[bytes], list[str]]:
         kind = types.get(str(key)) or type_of(value)
         if key == ALIGNMENT or isinstance(value, TensorRef):
             continue  # tensors are aligned to the default here, and are no values
-        encoded = _encoded(key, value, str(kind)) if kind is not None else None
+        encoded = _encode(key, value, str(kind)) if kind is not None else None
         if encoded is None:
             lost.append(f"{GGUF}.{key}")
         else:
@@ -496,7 +496,7 @@ def _values(state: Outgoing) -> tuple[list[bytes], list[str]]:
     return found, lost
 
 
-def _encoded(key: Key, value: Tree, kind: str) -> bytes | None:
+def _encode(key: Key, value: Tree, kind: str) -> bytes | None:
     """Returns a value with its key and type; None if it is not of this type."""
     name, _, inner = kind.partition(":")
     try:

@@ -25,9 +25,9 @@ from formats.catalog import (
     TensorRecord,
     TensorRef,
     Tree,
+    iter_leaves,
     join,
     map_tree,
-    named_leaves,
 )
 from formats.errors import FormatError
 from formats.storage import Reader
@@ -41,7 +41,7 @@ class Part(NamedTuple):
     catalog: Catalog
 
 
-def joined(
+def join_catalogs(
     format_name: str,
     parts: Iterable[Part],
     files: Iterable[FileRecord] = (),
@@ -58,7 +58,7 @@ def joined(
     origins: list[tuple[str, Catalog]] = []
     told: dict[str, str] = {}
     for place, catalog in parts:
-        part = _placed(catalog, place)
+        part = _place(catalog, place)
         # Equal names of different nests ("a.b" and "a", "b") are refused like equal places.
         names = (*part.tensors, *part.aliases)
         if twice := [name for name in names if name in tensors or name in aliases]:
@@ -111,15 +111,15 @@ def under(catalog: Catalog, place: str) -> Catalog:
         return catalog
     first: dict[str, str] = {}
     aliases: dict[str, str] = {}
-    for path, leaf in named_leaves(tree):
+    for path, leaf in iter_leaves(tree):
         if isinstance(leaf, TensorRef) and first.setdefault(leaf.name, path) != path:
             aliases[path] = first[leaf.name]
 
-    def named(leaf: Tree) -> Tree:
+    def rename(leaf: Tree) -> Tree:
         return TensorRef(first[leaf.name]) if isinstance(leaf, TensorRef) else leaf
 
     tensors = {name: catalog.tensors[stored]._replace(name=name) for stored, name in first.items()}
-    return replace(catalog, tensors=tensors, tree=map_tree(tree, named), aliases=aliases)
+    return replace(catalog, tensors=tensors, tree=map_tree(tree, rename), aliases=aliases)
 
 
 def join_folder(folder: str, deeper: str) -> str:
@@ -187,41 +187,41 @@ class _PiecesBelow:
     def locate(self, box: Box) -> Iterator[StoredPiece]:
         """Yields the pieces that overlap `box`."""
         with within(self._reader, self._folder):
-            yield from map(self._moved, self._pieces.locate(box))
+            yield from map(self._move, self._pieces.locate(box))
 
     def __iter__(self) -> Iterator[StoredPiece]:
         with within(self._reader, self._folder):
-            yield from map(self._moved, self._pieces)
+            yield from map(self._move, self._pieces)
 
-    def _moved(self, stored: StoredPiece) -> StoredPiece:
+    def _move(self, stored: StoredPiece) -> StoredPiece:
         extent = stored.extent
         return stored._replace(extent=extent._replace(file=f"{self._folder}/{extent.file}"))
 
 
-def _placed(catalog: Catalog, place: tuple[str, ...]) -> Catalog:
+def _place(catalog: Catalog, place: tuple[str, ...]) -> Catalog:
     """Returns a catalog with its tree at a place, and the names that follow from it."""
     if not place:
         return catalog
     above = ".".join(place)
     is_bare = isinstance(catalog.tree, TensorRef)
 
-    def named(name: str) -> str:
+    def rename(name: str) -> str:
         return above if is_bare else join(above, name)
 
-    def moved(leaf: Tree) -> Tree:
-        return TensorRef(named(leaf.name)) if isinstance(leaf, TensorRef) else leaf
+    def move(leaf: Tree) -> Tree:
+        return TensorRef(rename(leaf.name)) if isinstance(leaf, TensorRef) else leaf
 
-    tree: Tree = map_tree(catalog.tree, moved)
+    tree: Tree = map_tree(catalog.tree, move)
     for key in reversed(place):
         tree = {key: tree}
     return replace(
         catalog,
         tensors={
-            named(name): record._replace(name=named(name))
+            rename(name): record._replace(name=rename(name))
             for name, record in catalog.tensors.items()
         },
         tree=tree,
-        aliases={named(alias): named(name) for alias, name in catalog.aliases.items()},
+        aliases={rename(alias): rename(name) for alias, name in catalog.aliases.items()},
     )
 
 
@@ -233,15 +233,15 @@ def _merge(into: dict[object, object], tree: object, catalog: Catalog, path: str
         there = into.get(key)
         if key not in into:
             # A dict of the result is never one of a part, because later parts are merged into it.
-            into[key] = _copied(item)
+            into[key] = _copy_tree(item)
         elif isinstance(there, dict):
             _merge(there, item, catalog, join(path, key))
         else:
             raise _at_one_place(catalog, join(path, key))
 
 
-def _copied(tree: object) -> object:
-    return {key: _copied(item) for key, item in tree.items()} if isinstance(tree, dict) else tree
+def _copy_tree(tree: object) -> object:
+    return {key: _copy_tree(item) for key, item in tree.items()} if isinstance(tree, dict) else tree
 
 
 def _at_one_place(catalog: Catalog, name: str) -> FormatError:

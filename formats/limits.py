@@ -112,7 +112,7 @@ _raised: ContextVar[Limits | None] = ContextVar("ckpt_limits", default=None)
 def current() -> Limits:
     """Returns the limits in force. Raises ArgumentError if the variable cannot be parsed."""
     raised = _raised.get()
-    return _parsed(os.environ.get(VARIABLE, "")) if raised is None else raised
+    return _parse(os.environ.get(VARIABLE, "")) if raised is None else raised
 
 
 @contextmanager
@@ -135,12 +135,12 @@ def limits(**raised: int) -> Iterator[Limits]:
         _check_known(name, "ckpt.limits")
         if type(number) is not int or number < 1:
             raise ArgumentError(f"ckpt.limits: {name}={number!r} is not a whole number from 1 up")
-    with applied(replace(current(), **raised)) as now:
+    with apply_limits(replace(current(), **raised)) as now:
         yield now
 
 
 @contextmanager
-def applied(chosen: Limits) -> Iterator[Limits]:
+def apply_limits(chosen: Limits) -> Iterator[Limits]:
     """Puts these limits in force in this thread, inside the block."""
     token = _raised.set(chosen)
     try:
@@ -152,10 +152,10 @@ def applied(chosen: Limits) -> Iterator[Limits]:
 def check(name: str, found: int, where: str) -> None:
     """Raises HostileError, which begins with `where`, if a number is above the limit of a name."""
     if found > getattr(current(), name):
-        raise exceeded(name, found, where)
+        raise limit_error(name, found, where)
 
 
-def exceeded(name: str, found: int, where: str) -> HostileError:
+def limit_error(name: str, found: int, where: str) -> HostileError:
     """Returns the error for a number above the limit of a name."""
     return HostileError(
         f"{where}: {name} would be {found}, the limit is {getattr(current(), name)}; if you trust "
@@ -165,10 +165,10 @@ def exceeded(name: str, found: int, where: str) -> HostileError:
 
 
 @lru_cache(maxsize=8)
-def _parsed(text: str) -> Limits:
+def _parse(text: str) -> Limits:
     """Returns the limits in the environment variable.
 
-    >>> _parsed("header_bytes=200MB, pickle_steps=5").pickle_steps
+    >>> _parse("header_bytes=200MB, pickle_steps=5").pickle_steps
     5
     """
     found: dict[str, int] = {}
@@ -205,7 +205,7 @@ class Names:
         self._left -= chars
         if chars > self._longest or self._left < 0:
             if chars > self._longest:
-                raise exceeded("name_chars", chars, f"{self._where}: the name of a tensor")
+                raise limit_error("name_chars", chars, f"{self._where}: the name of a tensor")
             self.values(0)
 
     def values(self, chars: int, count: int = 1) -> None:

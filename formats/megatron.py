@@ -20,7 +20,7 @@ from dataclasses import replace
 from formats import dcp, torch_save
 from formats.catalog import Catalog, FileRecord
 from formats.errors import UnsupportedError
-from formats.joined import Part, below, joined
+from formats.joined import Part, below, join_catalogs
 from formats.storage import Reader
 from formats.strict_json import decode_object
 
@@ -67,7 +67,9 @@ def _iteration(reader: Reader, has_common: bool) -> Catalog:
     parts = [Part((), dcp.read(reader))]
     if has_common:
         parts.append(Part((), torch_save.read(reader, COMMON)))
-    found = joined("megatron", parts, [FileRecord(METADATA, size)], {"sharded_backend": backend})
+    found = join_catalogs(
+        "megatron", parts, [FileRecord(METADATA, size)], {"sharded_backend": backend}
+    )
     is_cut = backend == FORMATS[0] and not has_common
     note = f"{COMMON} is missing, with the arguments and the options of the optimizer"
     return replace(found, notes=(note,)) if is_cut else found

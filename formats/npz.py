@@ -35,7 +35,7 @@ from formats.catalog import (
     TensorRef,
     Tree,
     check_inside,
-    encoded_name,
+    encode_name,
     plain_names,
 )
 from formats.dtypes import DType
@@ -46,7 +46,7 @@ from formats.pickles.values import NumpyArray, NumpyDType, code_of
 from formats.storage import Reader
 from formats.zip_plan import Member, combine, zip_parts
 from formats.zip_records import Archive, Compressed
-from sharding.errors import listed
+from sharding.errors import format_names
 from sharding.layout import Box, Piece
 
 NPZ, NPY = "npz", "npy"
@@ -117,30 +117,31 @@ def plan(name: str, state: Outgoing) -> FilePlan:
     Raises UnsupportedError if numpy lacks a dtype or a zip a name, FormatError if a name is not
     Unicode text.
     """
-    if ends := [each for each in state.tensors if b"\0" in encoded_name(each)]:
+    if ends := [each for each in state.tensors if b"\0" in encode_name(each)]:
         raise UnsupportedError(f"{name}: a zip has no name {ends[0]!r:.200}; rename the tensor")
     lacking = [tensor for tensor in state.tensors.values() if code_of(tensor.dtype) is None]
     if lacking:
         dtypes = sorted({str(tensor.dtype) for tensor in lacking})
         raise UnsupportedError(
             f"{name}: numpy has no {', '.join(dtypes)}, of {len(lacking)} tensors "
-            f"({listed([tensor.name for tensor in lacking], 3)}); cast them (dtype='float32'), or "
+            f"({format_names([tensor.name for tensor in lacking], 3)}); cast them "
+            "(dtype='float32'), or "
             "leave them out (exclude=)",
             names=[tensor.name for tensor in lacking],
         )
     members = [
-        Member(tensor.name + MEMBER, tensor, _ALIGN_BYTES, _built(tensor))
+        Member(tensor.name + MEMBER, tensor, _ALIGN_BYTES, _build_header(tensor))
         for tensor in state.tensors.values()
     ]
     return FilePlan(name, zip_parts(members))
 
 
-def left_out(state: Outgoing) -> tuple[str, ...]:
+def omissions(state: Outgoing) -> tuple[str, ...]:
     """Returns the key paths of plain values and the tied names of a state, which a file lacks."""
     return (*plain_names(state.tree), *state.aliases)
 
 
-def _built(tensor: OutgoingTensor) -> bytes:
+def _build_header(tensor: OutgoingTensor) -> bytes:
     """Returns the magic number and the header of an array, as `numpy.save` writes them."""
     from numpy.lib.format import write_array_header_1_0  # a reader starts without numpy
 
@@ -213,10 +214,10 @@ def _header(read_at: Callable[[int, int], bytes], size: int, where: str) -> tupl
     if found is None:
         raise FormatError(f"{where}: its header is not one of numpy: {text!r:.200}")
     sizes = [each.strip(" L") for each in found[3].split(",")]
-    return _described(found[1], found[2] == "True", [each for each in sizes if each], where), start
+    return _make_array(found[1], found[2] == "True", [each for each in sizes if each], where), start
 
 
-def _described(code: str | None, is_fortran: bool, sizes: list[str], where: str) -> NumpyArray:
+def _make_array(code: str | None, is_fortran: bool, sizes: list[str], where: str) -> NumpyArray:
     if len(sizes) > DIMENSIONS or any(len(each) > 20 for each in sizes):
         raise HostileError(f"{where}: an array of {len(sizes)} dimensions or an absurd shape")
     shape = tuple(map(int, sizes))
@@ -247,4 +248,4 @@ class InflatedChunk:
 
     def decode(self, index: int, stored: memoryview, width: int, target: memoryview) -> None:
         """Decodes the member, and compares its CRC-32."""
-        target[:] = self._place.decoded(stored)
+        target[:] = self._place.decode(stored)

@@ -34,10 +34,10 @@ from formats.catalog import (
     TensorRef,
     Tree,
 )
-from formats.dcp.nest import nested
+from formats.dcp.nest import unflatten
 from formats.dtypes import DType
 from formats.errors import CorruptError, FormatError, HostileError
-from formats.joined import Part, below, joined
+from formats.joined import Part, below, join_catalogs
 from formats.limits import DEPTH, ELEMENTS, check
 from formats.pickles.records import is_shape
 from formats.pickles.tree import KeyPath
@@ -81,7 +81,7 @@ def read(reader: Reader) -> Catalog:
         raise FormatError(f"{reader.url}: no folder in it has a {METADATA} of Orbax; copy all")
     parts = [Part((item,), below(reader, item, _item)) for item in items]
     notes = dict.fromkeys(note for part in parts for note in part.catalog.notes)
-    found = joined("orbax", parts, [FileRecord(STEP, reader.size(STEP))])
+    found = join_catalogs("orbax", parts, [FileRecord(STEP, reader.size(STEP))])
     return replace(found, notes=tuple(notes))
 
 
@@ -96,7 +96,7 @@ def _item(reader: Reader) -> Catalog:
     arrays = _Arrays(reader)
     leaves: dict[KeyPath, Tree] = {}
     for text, entry in values.items():
-        path, kind, written = _described(text, entry)
+        path, kind, written = _parse_entry(text, entry)
         if kind in _EMPTY:
             leaves[path] = _EMPTY[kind]
         elif is_plain:
@@ -108,13 +108,13 @@ def _item(reader: Reader) -> Catalog:
     return Catalog(
         "orbax",
         arrays.tensors,
-        nested(leaves) if leaves else {},
+        unflatten(leaves) if leaves else {},
         (FileRecord(METADATA, size), *arrays.files),
         notes=(_NOTE,) if has_opaque else (),
     )
 
 
-def _described(text: str, entry: object) -> tuple[KeyPath, str, object]:
+def _parse_entry(text: str, entry: object) -> tuple[KeyPath, str, object]:
     """Returns the key path of a value, its kind and the shape of its parts."""
     keys = entry.get("key_metadata") if isinstance(entry, dict) else None
     value = entry.get("value_metadata") if isinstance(entry, dict) else None

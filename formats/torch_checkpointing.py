@@ -31,12 +31,12 @@ from formats.catalog import (
     TensorRef,
     Tree,
 )
-from formats.deepspeed.zero import File, opened
+from formats.deepspeed.zero import File, open_file
 from formats.errors import CorruptError, FormatError, UnsupportedError
 from formats.limits import AXES, RANKS, check
 from formats.pickles.machine import load
 from formats.pickles.records import Opaque, StoredTensor, is_shape
-from formats.pickles.tree import KeyPath, Nest, shown
+from formats.pickles.tree import KeyPath, Nest, format_path
 from formats.storage import Reader
 from formats.strict_json import decode_object
 from formats.zip_records import DATA_PICKLE
@@ -99,9 +99,11 @@ def _tensors(item: str, value: object) -> Tensors:
         if not isinstance(path, list) or not all(type(key) in (str, int) for key in path):
             raise FormatError(f"{where} has the key path {text!r:.200}, which is no list of keys")
         if not isinstance(groups, list) or len(groups) != 1:
-            raise UnsupportedError(f"{where}: ranks have different tensors at {shown(tuple(path))}")
+            raise UnsupportedError(
+                f"{where}: ranks have different tensors at {format_path(tuple(path))}"
+            )
         data = _dict(_dict(groups[0], where).get("sharding_metadata"), where).get("data")
-        found[tuple(path)] = _layout(f"{where} {shown(tuple(path))}", _dict(data, where))
+        found[tuple(path)] = _layout(f"{where} {format_path(tuple(path))}", _dict(data, where))
     return found
 
 
@@ -185,7 +187,7 @@ class _Folder:
     def item(self, item: str, tensors: Tensors) -> Tree:
         """Returns the tree of one item."""
         names = self.files[item]
-        files = {rank: self._opened(names[rank]) for rank in sorted(names)}
+        files = {rank: self._open(names[rank]) for rank in sorted(names)}
         if not tensors:
             return self._of_ranks(item, files)
         for path, layout in tensors.items():
@@ -195,12 +197,13 @@ class _Folder:
         tree = self._tree(values, (item,), tensors, left)
         if left:
             raise FormatError(
-                f"{METADATA}: {item}{shown(min(left, key=str))} lies below a value of another rank"
+                f"{METADATA}: {item}{format_path(min(left, key=str))} lies below a value of "
+                "another rank"
             )
         return tree
 
-    def _opened(self, name: str) -> File:
-        file = opened(self.reader, name)
+    def _open(self, name: str) -> File:
+        file = open_file(self.reader, name)
         self.nest.grow(file.pickle_bytes)
         self.records.append(FileRecord(name, file.size))
         return file
@@ -219,7 +222,7 @@ class _Folder:
 
     def _add(self, item: str, path: KeyPath, layout: Layout, files: Mapping[int, File]) -> None:
         """Adds a sharded tensor."""
-        where = f"{item}{shown(path)}"
+        where = f"{item}{format_path(path)}"
         parts: list[tuple[Piece, File, str]] = []
         seen: set[Box] = set()
         dtype = None

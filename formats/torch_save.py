@@ -61,7 +61,7 @@ from formats.pickles.writer import StateDict, dump
 from formats.storage import Reader
 from formats.zip_plan import Member, zip_parts
 from formats.zip_records import DATA_PICKLE, Archive
-from sharding.errors import ArgumentError, listed
+from sharding.errors import ArgumentError, format_names
 from sharding.layout import row_major
 
 ALIGNMENT = 64
@@ -191,18 +191,18 @@ def pack(
     """
     order: dict[str, StoredTensor] = {}
 
-    def packed(leaf: Tree) -> object:
+    def pack_leaf(leaf: Tree) -> object:
         if not isinstance(leaf, TensorRef):
             return leaf
         name = aliases.get(leaf.name, leaf.name)
         if name not in order:
-            order[name] = _stored(tensors[name], str(len(order)))
+            order[name] = _place(tensors[name], str(len(order)))
         return order[name]
 
-    def told(entries: dict[object, object], path: str) -> object:
+    def add_versions(entries: dict[object, object], path: str) -> object:
         return StateDict(entries, {"_metadata": module_metadata(entries, versions[path])})
 
-    nest = change_dicts(map_tree(tree, packed), versions.keys(), told)
+    nest = change_dicts(map_tree(tree, pack_leaf), versions.keys(), add_versions)
     return dump(nest), [tensors[name] for name in order]
 
 
@@ -211,12 +211,13 @@ def check_all_placed(where: str, state: Outgoing, placed: Set[str]) -> None:
     lost = [name for name, tensor in state.tensors.items() if tensor.name not in placed]
     if lost:
         raise ArgumentError(
-            f"{where}: the tree has no place for {len(lost)} of the tensors: {listed(lost, 5)}",
+            f"{where}: the tree has no place for {len(lost)} of the tensors: "
+            f"{format_names(lost, 5)}",
             names=lost,
         )
 
 
-def _stored(tensor: OutgoingTensor, key: str) -> StoredTensor:
+def _place(tensor: OutgoingTensor, key: str) -> StoredTensor:
     numel = tensor.nbytes // tensor.dtype.itemsize
     storage = Storage(key, tensor.dtype, numel)
     return StoredTensor(storage, tensor.dtype, 0, tensor.shape, row_major(tensor.shape))

@@ -38,7 +38,7 @@ from formats import dcp, torch_save
 from formats.catalog import Catalog, FileRecord, Tree
 from formats.deepspeed import folder as deepspeed
 from formats.errors import UnsupportedError
-from formats.joined import Part, below, joined, under
+from formats.joined import Part, below, join_catalogs, under
 from formats.limits import check
 from formats.safetensors import huggingface
 from formats.safetensors.huggingface import BASES, choose
@@ -106,7 +106,7 @@ def read(reader: Reader) -> Catalog:
     weights = _weights(reader, entries)
     if weights is not None:
         parts[(MODEL,)] = weights
-    for row, place, entry in _found(entries):
+    for row, place, entry in _find_entries(entries):
         if place in parts:
             first = parts[place].files[0].name
             notes.append(f"{entry} was not read: {'.'.join(place)} is in {first}")
@@ -125,7 +125,9 @@ def read(reader: Reader) -> Catalog:
     ]
     unread = [name for name in entries if _WEIGHTS_OF_RANK.fullmatch(name)]
     unread += [
-        name for _, place, name in _found(entries) if place[0] == "custom" and place not in parts
+        name
+        for _, place, name in _find_entries(entries)
+        if place[0] == "custom" and place not in parts
     ]
     of_deepspeed = ""
     if deepspeed.LATEST[0] in entries:
@@ -137,7 +139,7 @@ def read(reader: Reader) -> Catalog:
     if is_trainer:
         parts[("trainer_state",)] = _json(reader, TRAINER_STATE)
     every = [Part(place, catalog) for place, catalog in parts.items()]
-    found = joined("trainer" if is_trainer else "accelerate", every, metadata={})
+    found = join_catalogs("trainer" if is_trainer else "accelerate", every, metadata={})
     notes = [*(note for part in every for note in part.catalog.notes), *notes]
     unread += [name for part in every for name in part.catalog.unread]
     return replace(
@@ -148,7 +150,7 @@ def read(reader: Reader) -> Catalog:
     )
 
 
-def _found(entries: Sequence[str]) -> Iterator[tuple[_Row, tuple[str, ...], str]]:
+def _find_entries(entries: Sequence[str]) -> Iterator[tuple[_Row, tuple[str, ...], str]]:
     """Yields the known entries in the order of the table, each with its place."""
     for row in _ROWS:
         matches = [match for entry in entries if (match := row.pattern.fullmatch(entry))]
@@ -194,5 +196,5 @@ def _json(reader: Reader, name: str) -> Catalog:
 def read_lightning(reader: Reader) -> Catalog:
     """Reads the catalog of a folder: the descriptions of both parts. Raises as they do."""
     parts = [dcp.read(reader), torch_save.read(reader, "meta.pt")]
-    found = joined("lightning", [Part((), catalog) for catalog in parts], metadata={})
+    found = join_catalogs("lightning", [Part((), catalog) for catalog in parts], metadata={})
     return replace(found, weights=torch_save.weights_of_lightning(found.tree))

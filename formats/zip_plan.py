@@ -88,7 +88,7 @@ def zip_parts(members: Iterable[Member], tensors_before: int = 0) -> list[Part]:
         at += sum(map(length_of, added))
         entries.append(entry)
         parts += added
-    return _joined([*parts, _directory(entries, at)])
+    return _join_literals([*parts, _directory(entries, at)])
 
 
 def _header(entry: _Entry, align: int) -> bytes:
@@ -159,7 +159,7 @@ def _directory_entry(entry: _Entry, checksum: int) -> bytes:
     return b"PK\x01\x02" + pack("<6H3L5H2L", *fields, *lengths) + entry.name + extra
 
 
-def _joined(parts: Iterable[Part]) -> list[Part]:
+def _join_literals(parts: Iterable[Part]) -> list[Part]:
     """Returns the parts with adjacent literal bytes as one part."""
     found: list[Part] = []
     literal: list[bytes] = []

@@ -154,19 +154,19 @@ class Compressed:
         """Returns the first decoded bytes, at most so many."""
         stored = self.reader.read(self.file, self.offset, min(self.stored_bytes, 2 * nbytes))
         try:
-            return self._inflated(stored, nbytes)
+            return self._inflate(stored, nbytes)
         except zlib.error as error:
             raise CorruptError(
                 f"{self.file}: the record {self.name}: {error}; restore the file from another copy"
             ) from None
 
-    def decoded(self, stored: memoryview) -> bytes:
+    def decode(self, stored: memoryview) -> bytes:
         """Returns all decoded bytes. Raises CorruptError unless length and CRC-32 are right."""
-        data = self._checked(stored)
+        data = self._decode_checked(stored)
         if data is None:
             place = self.file, self.offset, self.offset + self.stored_bytes
-            again = read_again(self.reader, place, bytes(stored), self._stored, self._is_right)
-            data = None if again is None else self._checked(again)
+            again = read_again(self.reader, place, bytes(stored), self._read_stored, self._is_right)
+            data = None if again is None else self._decode_checked(again)
         if data is None:
             raise CorruptError(
                 f"{self.file}: the record {self.name} does not decode to the bytes that were "
@@ -174,22 +174,22 @@ class Compressed:
             )
         return data
 
-    def _stored(self) -> bytes:
+    def _read_stored(self) -> bytes:
         return self.reader.read(self.file, self.offset, self.stored_bytes)
 
     def _is_right(self, stored: bytes) -> bool:
-        return self._checked(stored) is not None
+        return self._decode_checked(stored) is not None
 
-    def _checked(self, stored: Buffer) -> bytes | None:
+    def _decode_checked(self, stored: Buffer) -> bytes | None:
         """Returns all decoded bytes; None if their length or CRC-32 is wrong."""
         try:
-            data = self._inflated(stored, self.raw_bytes)
+            data = self._inflate(stored, self.raw_bytes)
         except zlib.error:
             return None
         is_right = len(data) == self.raw_bytes and zlib.crc32(data) == self.checksum
         return data if is_right else None
 
-    def _inflated(self, stored: Buffer, nbytes: int) -> bytes:
+    def _inflate(self, stored: Buffer, nbytes: int) -> bytes:
         return zlib.decompressobj(-zlib.MAX_WBITS).decompress(stored, max(1, nbytes))
 
 

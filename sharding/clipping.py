@@ -32,7 +32,7 @@ def clip_grad_norm(
     seen: set[int] = set()
     for unit in units_of((module,)):
         for param_group in flat_param_groups(unit.param_groups):
-            seen |= {id(parameter) for parameter in param_group.seen()}
+            seen |= {id(parameter) for parameter in param_group.optimizer_parameters()}
             for index, parameter in enumerate(param_group.parameters):
                 if (part := param_group.gradient_part(index)) is not None:
                     divided.setdefault(_groups(param_group, parameter), []).append(part)
@@ -50,7 +50,7 @@ def clip_grad_norm(
         dtype = torch.promote_types(dtype, gradient.dtype.to_real())
     total = torch.zeros((), dtype=dtype, device=device)
     for groups, gradients in divided.items():
-        total = _joined(total, _norm(gradients, norm_type, dtype, device, groups), norm_type)
+        total = _join_norms(total, _norm(gradients, norm_type, dtype, device, groups), norm_type)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in every:
         gradient.mul_(factor.to(gradient.device, gradient.dtype))
@@ -91,6 +91,6 @@ def _norm(
     return mine
 
 
-def _joined(a: torch.Tensor, b: torch.Tensor, norm_type: float) -> torch.Tensor:
+def _join_norms(a: torch.Tensor, b: torch.Tensor, norm_type: float) -> torch.Tensor:
     joined: torch.Tensor = torch.linalg.vector_norm(torch.stack([a, b]), norm_type)
     return joined

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from sharding.errors import ArgumentError
-from sharding.group_references import referred
+from sharding.group_references import dereference
 
 __all__ = [
     "DefaultState",
@@ -73,7 +73,7 @@ class DefaultState:
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The process group with the summands. Raises DestroyedGroupError."""
-        return referred(self._reference)
+        return dereference(self._reference)
 
 
 class LowPrecisionState(DefaultState):

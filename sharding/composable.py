@@ -20,11 +20,11 @@ from sharding.fsdp1.entry_point import (
     FlatSettings,
     Groups,
     check_not_sharded,
+    choose_strategy,
     chosen_groups,
     entry_point_of,
+    find_ignored,
     hybrid_groups_of,
-    ignored_of,
-    settled_strategy,
     wrap_inside,
 )
 from sharding.fsdp1.state_dicts import hook_state_dicts
@@ -69,11 +69,11 @@ def fully_shard(
     >>> dist.destroy_process_group()
     """
     check_not_sharded(module)
-    ignored = ignored_of(module, ignored_modules, ignored_states)
+    ignored = find_ignored(module, ignored_modules, ignored_states)
     groups = chosen_groups(
         strategy or ShardingStrategy.FULL_SHARD, process_group, None, policy is not None
     )
-    settled = settled_strategy(strategy, groups)
+    settled = choose_strategy(strategy, groups)
     hybrid = hybrid_groups_of(settled, groups)
     shared: dict[str, Any] = {
         "device_id": device_id,

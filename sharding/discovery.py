@@ -33,7 +33,7 @@ class FreeParameter:
         """The entry that another unit has made for it; None if no unit has it."""
         return entry_of(self.parameter)
 
-    def taken_as(self, entry: Parameter) -> None:
+    def assign(self, entry: Parameter) -> None:
         """Notes that a unit has it now; other units borrow it."""
         setattr(self.parameter, _TIED, _Tied(entry))
 
@@ -75,11 +75,11 @@ def free_parameters(
     yield from found.values()
 
 
-def borrowed_param_group(found: FreeParameter) -> ParamGroup | None:
+def find_tied_group(found: FreeParameter) -> ParamGroup | None:
     """Returns the group that has a tied parameter already, and adds the parameter's places."""
     entry = found.borrowed
     if entry is None or not isinstance(entry.param_group, ParamGroup):
         return None
     entry.owners += found.owners
-    entry.param_group.placed_more(entry)
+    entry.param_group.fill_places(entry)
     return entry.param_group

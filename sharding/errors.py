@@ -43,10 +43,10 @@ SHOWN_NAMES = 20
 """The most names in a message; the exception has all of them."""
 
 
-def listed(names: Sequence[object], most: int = SHOWN_NAMES) -> str:
+def format_names(names: Sequence[object], most: int = SHOWN_NAMES) -> str:
     """Returns the first few names as text, and how many more there are.
 
-    >>> listed(["w", "b"]), listed(["w", "b", "c"], 1)
+    >>> format_names(["w", "b"]), format_names(["w", "b", "c"], 1)
     ('w, b', 'w and 2 more')
     """
     shown = ", ".join(map(str, names[:most]))
@@ -187,16 +187,16 @@ class RankError(CkptError):
         super().__init__(f"{stage} failed on rank {rank} with {error}: {message}")
 
     def __str__(self) -> str:
-        mixed = f". On this rank: {mixed_content(self.touched)}" if self.touched else ""
+        mixed = f". On this rank: {describe_mixed(self.touched)}" if self.touched else ""
         return self.reason + mixed
 
 
-def mixed_content(touched: Sequence[str]) -> str:
+def describe_mixed(touched: Sequence[str]) -> str:
     """Returns a sentence that names the tensors that a failed load has touched."""
-    return f"The target may hold a mix of old and new bytes in: {listed(touched)}"
+    return f"The target may hold a mix of old and new bytes in: {format_names(touched)}"
 
 
-def said(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Returns the reason of an exception and, in parentheses, the notes that were added to it.
 
     Other ranks are told so much, and so is a user whose load went on with another checkpoint.

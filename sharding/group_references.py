@@ -40,7 +40,7 @@ _meshes: WeakKeyDictionary[Store, list[ReferenceType[DeviceMesh]]] = WeakKeyDict
 this Python object of the store, which is freed when the group is destroyed, before the group."""
 
 
-def referred(reference: GroupReference) -> ProcessGroup:
+def dereference(reference: GroupReference) -> ProcessGroup:
     """Returns the group. Raises DestroyedGroupError if it has been destroyed."""
     group = reference()
     if group is None:

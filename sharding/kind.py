@@ -18,10 +18,10 @@ class Kind(str, Enum):
     """The rank's part as it is in memory: in general a run of the row-major elements."""
 
     @classmethod
-    def named(cls, name: str) -> Kind:
+    def from_name(cls, name: str) -> Kind:
         """Returns the kind of this name. Raises ArgumentError, which lists the kinds, for others.
 
-        >>> Kind.named("full") is Kind.FULL
+        >>> Kind.from_name("full") is Kind.FULL
         True
         """
         for kind in cls:

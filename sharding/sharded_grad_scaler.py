@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sharding.errors import ArgumentError
-from sharding.group_references import referred
+from sharding.group_references import dereference
 
 __all__ = ["ShardedGradScaler"]
 
@@ -64,7 +64,7 @@ class ShardedGradScaler(GradScaler):
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The ranks that step together; None for all ranks. Raises DestroyedGroupError."""
-        return None if self._process_group is None else referred(self._process_group)
+        return None if self._process_group is None else dereference(self._process_group)
 
     @overload
     def scale(self, outputs: torch.Tensor) -> torch.Tensor: ...

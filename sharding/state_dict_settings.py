@@ -61,20 +61,20 @@ def is_local_forced() -> bool:
 def in_force(chosen: StateDictSettings) -> StateDictSettings:
     """Returns the settings that apply now; `chosen` are the user's."""
     if is_local_forced():
-        return checked_settings(StateDictType.LOCAL_STATE_DICT, None, None)
+        return check_settings(StateDictType.LOCAL_STATE_DICT, None, None)
     return chosen
 
 
 def default_settings() -> StateDictSettings:
     """Returns the settings for full state dicts, with the defaults of their configuration."""
-    return checked_settings(StateDictType.FULL_STATE_DICT, None, None)
+    return check_settings(StateDictType.FULL_STATE_DICT, None, None)
 
 
-def checked_settings(kind: object, config: object, optim_config: object) -> StateDictSettings:
+def check_settings(kind: object, config: object, optim_config: object) -> StateDictSettings:
     """Returns the settings. Raises RuntimeError if a configuration is of another kind.
 
     >>> from torch.distributed import fsdp
-    >>> checked_settings(
+    >>> check_settings(
     ...     fsdp.StateDictType.FULL_STATE_DICT, fsdp.FullStateDictConfig(rank0_only=True), None
     ... ).state_dict_config
     FullStateDictConfig(offload_to_cpu=False, rank0_only=True)
@@ -83,8 +83,8 @@ def checked_settings(kind: object, config: object, optim_config: object) -> Stat
     model_type, optim_type = _CONFIGS[ours]
     return StateDictSettings(
         ours,
-        _taken_over("state_dict_config", model_type, config),
-        _taken_over("optim_state_dict_config", optim_type, optim_config),
+        _take_over("state_dict_config", model_type, config),
+        _take_over("optim_state_dict_config", optim_type, optim_config),
     )
 
 
@@ -97,7 +97,7 @@ def member_of(kind: type[EnumT], given: object) -> EnumT:
     raise ArgumentTypeError(f"expected a {kind.__name__}, but got {given!r} of {type(given)}")
 
 
-def _taken_over(what: str, wanted: type[ConfigT], given: object) -> ConfigT:
+def _take_over(what: str, wanted: type[ConfigT], given: object) -> ConfigT:
     """Returns our configuration: the given one, torch's values in ours, or the default for None."""
     if given is None:
         return wanted()

@@ -482,7 +482,7 @@ MUTATIONS = (
     ),
     Mutation(
         "agreement: a rank that ended is noticed",
-        "return ended(mine.stage, rank) if link.is_lost else None",
+        "return process_failure(mine.stage, rank) if link.is_lost else None",
         "return None",
         "sharding/agreeing faults/rank_failures",
     ),
@@ -519,8 +519,8 @@ MUTATIONS = (
     ),
     Mutation(
         "stores: only what is old is removed",
-        "again = {_key(one) for one in _left_overs(store, place, places, age) if one.is_old}",
-        "again = {_key(one) for one in _left_overs(store, place, places, age)}",
+        "again = {_key(one) for one in _find_left_overs(store, place, places, age) if one.is_old}",
+        "again = {_key(one) for one in _find_left_overs(store, place, places, age)}",
         "ckpt/collecting tools/gc",
     ),
     # Live states, runs and conversions.
@@ -562,8 +562,8 @@ MUTATIONS = (
     ),
     Mutation(
         "live: all ranks give the version that they update to",
-        "agreed_attempt(ranks, state, options, check, arguments, choice)",
-        "agreed_attempt(ranks, state, options, check, None, choice)",
+        "agree_on_attempt(ranks, state, options, check, arguments, choice)",
+        "agree_on_attempt(ranks, state, options, check, None, choice)",
         "live/publish",
     ),
     Mutation(
@@ -610,7 +610,7 @@ MUTATIONS = (
     ),
     Mutation(
         "live: a lease over the socket ends with its connection",
-        "                self._host.released(name, [key])\n",
+        "                self._host.release(name, [key])\n",
         "                pass\n",
         "live/control",
     ),

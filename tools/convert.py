@@ -315,19 +315,19 @@ def _lines(options: Shown, report: ConvertReport, seconds: float) -> Iterator[st
         f"({written}): {count(report.tensors, 'tensor')}, {size(report.nbytes)} {done}"
     )
     if plan is not None and plan.excluded:
-        names = _shown(plan.excluded)
+        names = _format_names(plan.excluded)
         yield f"note: {count(len(plan.excluded), 'name')} left out by the mapping: {names}"
     for line in report.lost:
         yield f"lost: {printable(line)}"
     if report.left_out:
         yield (
             f"note: {count(len(report.left_out), 'value')} left out, which {report.target_format} "
-            f"cannot hold: {_shown(report.left_out)}"
+            f"cannot hold: {_format_names(report.left_out)}"
         )
     if report.beside:
         took = "would take" if options.dry_run else "took"
         first, *others = report.beside
-        more = f" (or {_shown(others)})" if others else ""
+        more = f" (or {_format_names(others)})" if others else ""
         yield (
             f"note: {took} the weights alone, {printable(report.weights)}; for another part pass "
             f"--select {printable(shlex.quote(first))}{more}, for everything --select ''"
@@ -339,13 +339,13 @@ def _lines(options: Shown, report: ConvertReport, seconds: float) -> Iterator[st
         )
     if report.model_files:
         copied = "would be copied" if options.dry_run else "copied"
-        yield f"note: {copied} beside the weights: {_shown(report.model_files)}"
+        yield f"note: {copied} beside the weights: {_format_names(report.model_files)}"
     if report.not_copied:
-        yield f"note: not copied, copy them if they belong: {_shown(report.not_copied)}"
+        yield f"note: not copied, copy them if they belong: {_format_names(report.not_copied)}"
     if report.tied:
         yield (
             f"note: {count(len(report.tied), 'tied name')} stored once, under the other name: "
-            f"{_shown(report.tied)}"
+            f"{_format_names(report.tied)}"
         )
     if report.model_files == ():
         yield (
@@ -355,12 +355,12 @@ def _lines(options: Shown, report: ConvertReport, seconds: float) -> Iterator[st
     if report.became_text:
         yield (
             f"note: {report.target_format} has no keys but text; those that were numbers are text "
-            f"now in {_shown(report.became_text)}"
+            f"now in {_format_names(report.became_text)}"
         )
     if report.not_cast:
         yield (
             f"note: {count(len(report.not_cast), 'tensor')} of smaller floats not cast: "
-            f"{_shown(report.not_cast)}"
+            f"{_format_names(report.not_cast)}"
         )
 
 
@@ -381,7 +381,7 @@ def _plan_lines(plan: ConversionPlan) -> Iterator[str]:
         yield from columns(rows, right=[5])
 
 
-def _shown(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     """The first few names."""
     more = len(names) - SHOWN_LEFT_OUT
     first = ", ".join(printable(name) for name in names[:SHOWN_LEFT_OUT])

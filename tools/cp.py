@@ -16,7 +16,7 @@ from tools.options import (
     mapping,
 )
 from tools.progress import progress
-from tools.text import coloured, json_text, place
+from tools.text import colour, json_text, place
 
 HELP = Help(
     summary="copy a run or a checkpoint to another disk or bucket, and check the copy",
@@ -74,7 +74,7 @@ def run(options: Options) -> int:
             if not (options.quiet or options.as_json):
                 what = "copied and checked" if one.copied_bytes else "is there"
                 said = f"{count(one.files, 'file')}, {size(one.nbytes)}; "
-                print(f"{place(one.url)}: {said}{coloured(what, 'sound')}")
+                print(f"{place(one.url)}: {said}{colour(what, 'sound')}")
     if options.as_json:
         rows = [asdict(one) for one in found]
         print(json_text({"src": options.src, "dst": options.dst, "checkpoints": rows}))

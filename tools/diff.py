@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from ckpt.display import count, printable, size
-from sharding.errors import listed
+from sharding.errors import format_names
 from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import (
     MappingOption,
@@ -26,7 +26,7 @@ from tools.options import (
     mappings_of,
 )
 from tools.progress import progress, tensor_bytes
-from tools.text import coloured, columns, json_text, place, shortened
+from tools.text import colour, columns, json_text, place, shorten
 
 if TYPE_CHECKING:
     from ckpt.checking.diff import Comparison, TensorDifference, ValueDifference
@@ -155,15 +155,15 @@ def _write_page(path: str, url: str, told: Mapping[str, object] | None, found: C
     from ckpt.checking.diff import size_order
     from ckpt.checking.report import file_problems
     from ckpt.opening.sources import open_source
-    from tools.page.page import chain_of, described, described_differences, name_of, write_page
+    from tools.page.page import chain_of, describe, describe_differences, name_of, write_page
 
     with open_source(url, told) as source:
         chain = chain_of(source.url, source.catalog, told)
         wrong = file_problems(source.store.sizes(), source.catalog)
-        data = described(source.url, source.catalog, chain, wrong=wrong)
+        data = describe(source.url, source.catalog, chain, wrong=wrong)
     ordered = replace(found, tensors=tuple(sorted(found.tensors, key=size_order)))
     title = f"{name_of(found.a)} → {name_of(found.b)}"
-    write_page(path, {**data, "name": title, "differences": described_differences(ordered)})
+    write_page(path, {**data, "name": title, "differences": describe_differences(ordered)})
 
 
 def _value_line(value: ValueDifference) -> str:
@@ -175,13 +175,13 @@ def _value_line(value: ValueDifference) -> str:
     """
     name, a, b = printable(value.name), value.a, value.b
     if a is None:
-        return coloured(f"+ {name}: only in B: {shortened(b or '')}", "added")
+        return colour(f"+ {name}: only in B: {shorten(b or '')}", "added")
     if b is None:
-        return coloured(f"- {name}: only in A: {shortened(a)}", "removed")
-    if shortened(a) == shortened(b):
+        return colour(f"- {name}: only in A: {shorten(a)}", "removed")
+    if shorten(a) == shorten(b):
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
         a, b = (f"...{text[same - CONTEXT :]}" for text in (a, b))
-    return coloured(f"! {name}: {shortened(a)} in A, {shortened(b)} in B", "changed")
+    return colour(f"! {name}: {shorten(a)} in A, {shorten(b)} in B", "changed")
 
 
 def _prefix_notes(found: Comparison) -> Iterator[str]:
@@ -223,8 +223,8 @@ def _lines(found: Comparison, is_verbose: bool) -> Iterator[str]:
     random = [one for one in found.tensors if is_random(one.name)]
     others = [one for one in found.tensors if not is_random(one.name)]
     parts = (
-        [coloured(f"- {printable(name)}: only in A", "removed") for name in found.only_a],
-        [coloured(f"+ {printable(name)}: only in B", "added") for name in found.only_b],
+        [colour(f"- {printable(name)}: only in A", "removed") for name in found.only_a],
+        [colour(f"+ {printable(name)}: only in B", "added") for name in found.only_b],
         [_tensor_line(one) for one in sorted(others, key=size_order)],
         [_value_line(value) for value in found.values],
         [_structure_line(one) for one in found.structure],
@@ -236,7 +236,7 @@ def _lines(found: Comparison, is_verbose: bool) -> Iterator[str]:
     if len(others) >= SHOWN_MODULES // 2:
         yield from _module_lines(others, found.equal_tensors)
     if random:
-        which = listed([one.name for one in random], SHOWN_NAMES)
+        which = format_names([one.name for one in random], SHOWN_NAMES)
         yield f"random states, which differ at each step: {printable(which)}"
     for note in (*found.notes, *_prefix_notes(found)):
         yield f"note: {printable(note)}"
@@ -244,12 +244,12 @@ def _lines(found: Comparison, is_verbose: bool) -> Iterator[str]:
 
 
 def _tensor_line(one: TensorDifference) -> str:
-    return coloured(f"! {printable(one.name)}: {printable(one.detail)}", "changed")
+    return colour(f"! {printable(one.name)}: {printable(one.detail)}", "changed")
 
 
 def _structure_line(one: StructureDifference) -> str:
     name = printable(one.name) or "the whole"
-    return coloured(f"! {name}: {printable(one.a)} in A, {printable(one.b)} in B", "changed")
+    return colour(f"! {name}: {printable(one.a)} in A, {printable(one.b)} in B", "changed")
 
 
 def _module_lines(differing: Sequence[TensorDifference], equal: Sequence[str]) -> Iterator[str]:
@@ -290,12 +290,12 @@ def _sum_lines(found: Comparison, largest: float) -> Iterator[str]:
     if largest:
         compared += f"; the largest difference is {largest:.6g}"
     if found.equal:
-        yield f"{coloured('no difference', 'sound')}: {compared}"
+        yield f"{colour('no difference', 'sound')}: {compared}"
         return
     names = len(found.only_a) + len(found.only_b)
     every = names + len(found.tensors) + len(found.values) + len(found.structure)
     nests = f", {len(found.structure)} in structure" if found.structure else ""
     yield (
-        f"{coloured(count(every, 'difference'), 'damaged')}: {names} in names, "
+        f"{colour(count(every, 'difference'), 'damaged')}: {names} in names, "
         f"{len(found.tensors)} in tensors, {len(found.values)} in values{nests}; {compared}"
     )

@@ -105,10 +105,12 @@ def _sum(found: Sequence[LeftOver], options: Options) -> str:
     total = f"{count(len(counted), 'left-over')}{' removed' if options.delete else ''}"
     hint = "; --delete removes them" if counted and not options.delete else ""
     young = sum(not one.is_old for one in found)
-    return f"{total}, {size(sum(one.nbytes for one in counted))}{hint}{_kept(young, options)}"
+    return (
+        f"{total}, {size(sum(one.nbytes for one in counted))}{hint}{_describe_kept(young, options)}"
+    )
 
 
-def _kept(young: int, options: Options) -> str:
+def _describe_kept(young: int, options: Options) -> str:
     """Returns a text on the files that are too young to count, and on the age at which they do."""
     from ckpt.removing.gc import OLD_SECONDS
 

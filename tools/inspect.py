@@ -40,7 +40,7 @@ from sharding.layout import (
 )
 from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import Option, add_storage_options, mapping
-from tools.text import columns, date, json_text, numbers, place, shortened
+from tools.text import columns, date, json_text, numbers, place, shorten
 
 if TYPE_CHECKING:
     from ckpt.opening.sources import Source
@@ -141,7 +141,7 @@ def run(options: Options) -> int:
         if options.html is not None:
             _write_page(options.html, source, told)
         elif options.as_json:
-            print(json_text(_described(options.url, catalog, values, chosen)))
+            print(json_text(_describe(options.url, catalog, values, chosen)))
         else:
             for line in _lines(options, catalog, values, chosen):
                 print(line)
@@ -150,11 +150,11 @@ def run(options: Options) -> int:
 
 def _write_page(path: str, source: Source, told: Mapping[str, object] | None) -> None:
     """Writes the page of a whole checkpoint, and prints its path."""
-    from tools.page.page import chain_of, described, write_page
+    from tools.page.page import chain_of, describe, write_page
 
     chain = chain_of(source.url, source.catalog, told)
     wrong = file_problems(source.store.sizes(), source.catalog)
-    write_page(path, described(source.url, source.catalog, chain, wrong=wrong))
+    write_page(path, describe(source.url, source.catalog, chain, wrong=wrong))
     print(printable(path))
 
 
@@ -224,10 +224,10 @@ def _metadata_lines(metadata: Mapping[str, str]) -> Iterator[str]:
         parts = program_of(metadata) if key == PROVENANCE else {}
         metrics = metrics_of(metadata) if key == METRICS else {}
         shown = date(text) if key in ("time", BEGAN) else numbers(metrics) or text
-        yield f"  {printable(key)}:{'' if parts else f' {shortened(shown)}'}"
+        yield f"  {printable(key)}:{'' if parts else f' {shorten(shown)}'}"
         for name, value in parts.items():
             said = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-            yield f"    {printable(name)}: {shortened(said)}"
+            yield f"    {printable(name)}: {shorten(said)}"
 
 
 def legend(layouts: Iterable[Layout | None]) -> Iterator[str]:
@@ -275,7 +275,7 @@ def _tree(
         if chosen(alias):
             _place(root, alias, ("", "", "", f"tied to {printable(name)}"))
     for name, value in values.items():
-        _place(root, name, ("", "", "", f"= {shortened(_text(value))}"))
+        _place(root, name, ("", "", "", f"= {shorten(_text(value))}"))
     return root
 
 
@@ -318,7 +318,7 @@ def _plain(value: Tree) -> Tree:
     return plain
 
 
-def _described(
+def _describe(
     url: str, catalog: Catalog, values: Mapping[str, Tree], chosen: Callable[[str], bool]
 ) -> dict[str, object]:
     """Everything, for programs. Values are encoded as in a manifest (docs/format.md)."""

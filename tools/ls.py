@@ -29,12 +29,12 @@ from tools.options import Option, add_storage_options, mapping
 from tools.text import (
     Meaning,
     age,
-    coloured,
+    colour,
     columns,
     date,
     json_text,
     numbers,
-    shortened,
+    shorten,
     versions_kept,
 )
 
@@ -117,7 +117,7 @@ def run(options: Options) -> int:
 
     told = mapping(options.storage_options)
     try:
-        rows = _listed_at_once(options.url, told)
+        rows = _list_at_once(options.url, told)
         if rows is not None:
             return _print_rows(options, rows)
         with open_source(options.url, told) as source:
@@ -145,7 +145,7 @@ def _print_rows(options: Options, rows: Sequence[Row]) -> int:
         print(line)
         if options.verbose:
             for key, value in row.program.items():
-                print(f"    {printable(key)}: {shortened(_text(value))}")
+                print(f"    {printable(key)}: {shorten(_text(value))}")
     if kept := versions_kept(options.url, mapping(options.storage_options)):
         print(kept)
     return ExitCode.FINE
@@ -194,7 +194,7 @@ def _parameters(row: Row) -> str:
 def _state(row: Row) -> str:
     counted = f", {row.nonfinite} NaN or infinite" if row.nonfinite else ""
     pinned = f", pinned: {', '.join(row.pins)}" if row.pins else ""
-    state = coloured(printable(row.state), _MEANINGS.get(row.state, "damaged"))
+    state = colour(printable(row.state), _MEANINGS.get(row.state, "damaged"))
     return f"{state}{counted}{printable(pinned)}"
 
 
@@ -269,7 +269,7 @@ def _checkpoints(url: str, told: Mapping[str, object] | None) -> Iterator[Row]:
             yield row if row.step not in pins else replace(row, pins=pins[row.step])
 
 
-def _listed_at_once(url: str, told: Mapping[str, object] | None) -> list[Row] | None:
+def _list_at_once(url: str, told: Mapping[str, object] | None) -> list[Row] | None:
     """Returns the checkpoints in a folder of a bucket, by a listing of all files and the index.
 
     Opens one checkpoint of several with the same tensors, and each that is not whole. Returns None

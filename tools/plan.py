@@ -90,24 +90,24 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> int:
     """Prints a line for each planned rank, and the rank that reads most."""
-    from ckpt.converting.layouts import PlacementRule, TargetLayouts, parsed_mesh
+    from ckpt.converting.layouts import PlacementRule, TargetLayouts, parse_mesh
     from ckpt.opening.sources import open_source
 
-    rules = [PlacementRule.parsed(text) for text in options.placements or ()]
-    target = TargetLayouts(parsed_mesh(options.mesh, options.world_size), rules)
+    rules = [PlacementRule.parse(text) for text in options.placements or ()]
+    target = TargetLayouts(parse_mesh(options.mesh, options.world_size), rules)
     ranks = _ranks(options.ranks, options.world_size)
     with open_source(options.url, mapping(options.storage_options)) as source:
         _check_rules(source, rules)
-        found = _planned(source, target, ranks)
+        found = _plan(source, target, ranks)
         if options.as_json:
-            print(json_text(_described(options, source, found)))
+            print(json_text(_describe(options, source, found)))
         else:
             for line in _lines(options, source, found):
                 print(line)
     return ExitCode.FINE
 
 
-def _planned(source: Source, target: TargetLayouts, ranks: Sequence[int]) -> list[RankReads]:
+def _plan(source: Source, target: TargetLayouts, ranks: Sequence[int]) -> list[RankReads]:
     """Returns the reads of these ranks, by the policy that a load has by default."""
     from ckpt.arguments import memory_budget
     from ckpt.plan.load_plan import LoadPolicy, rank_reads
@@ -122,7 +122,7 @@ def _planned(source: Source, target: TargetLayouts, ranks: Sequence[int]) -> lis
     scatter = min(REMOTE_READ_BYTES, budget // 3) if exchanges else 0
     policy = LoadPolicy(budget // 2, exchanges, scatter)
     limits = ReadPolicy.within(budget // 2, source.store, world.size).limits
-    layout_of, copies = target.cached(), BoxCopies()
+    layout_of, copies = target.with_cache(), BoxCopies()
     return [
         rank_reads(source.catalog, layout_of, world, rank, policy, limits, copies) for rank in ranks
     ]
@@ -158,7 +158,7 @@ def _seconds(bandwidth: int, found: Sequence[RankReads]) -> list[str]:
     return [f"{one.read_bytes / bandwidth:.3g}" for one in found]
 
 
-def _described(options: Options, source: Source, found: Sequence[RankReads]) -> dict[str, object]:
+def _describe(options: Options, source: Source, found: Sequence[RankReads]) -> dict[str, object]:
     ranks = [asdict(one) for one in found]
     if options.bandwidth:
         for one in ranks:

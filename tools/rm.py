@@ -17,7 +17,7 @@ from ckpt.errors import CkptError, NotACheckpointError
 from ckpt.run.policy import Keep
 from ckpt.stores.store import join_url, split_url
 from formats.errors import FormatError
-from sharding.errors import ArgumentError, listed
+from sharding.errors import ArgumentError, format_names
 from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import Option, add_quiet, add_storage_options, mapping
 from tools.text import json_text, keep_of, place, versions_kept
@@ -140,7 +140,7 @@ def _is_confirmed(options: Options) -> bool:
     newest = [url for url in places if options.keep is None and _is_newest(url, storage)]
     if len(places) < 2 and not newest:
         return True
-    which = f"{count(len(places), 'checkpoint')} ({place(listed(places, SHOWN_NAMES))})"
+    which = f"{count(len(places), 'checkpoint')} ({place(format_names(places, SHOWN_NAMES))})"
     if newest:
         which += f"; {place(newest[0])} is the newest of its folder"
     print(f"ckpt: delete {which}? [y/N] ", end="", file=sys.stderr, flush=True)
@@ -149,11 +149,11 @@ def _is_confirmed(options: Options) -> bool:
 
 def _is_newest(url: str, storage: Mapping[str, object] | None) -> bool:
     """Whether no checkpoint beside this one is newer; False where the folder cannot be listed."""
-    from ckpt.loading.newest import committed
+    from ckpt.loading.newest import list_committed
 
     above, name = split_url(url.rstrip("/"))
     with suppress(CkptError, FormatError, OSError):
-        return [one.name for one in committed(above, storage)[:1]] == [name]
+        return [one.name for one in list_committed(above, storage)[:1]] == [name]
     return False
 
 
@@ -180,7 +180,8 @@ def _tell_left_overs(report: _Report, url: str, storage: Mapping[str, object] | 
     if names:
         report.say(
             f"note: {count(len(names), 'file')} of no checkpoint left in "
-            f"{printable(url)}: {printable(listed(names, SHOWN_NAMES))}; `ckpt gc` tells of those "
+            f"{printable(url)}: {printable(format_names(names, SHOWN_NAMES))}; `ckpt gc` "
+            "tells of those "
             "of unfinished saves"
         )
 

@@ -37,7 +37,7 @@ def place(url: str) -> str:
     return printable(without_secrets(url))
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """Returns the printable text, cut to `MAX_SHOWN` characters."""
     text = printable(text[: MAX_SHOWN + 1])
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
@@ -54,7 +54,7 @@ _COLOURS: Mapping[Meaning, int] = {
 _COLOUR = re.compile("\x1b\\[[0-9]+m")
 
 
-def coloured(text: str, meaning: Meaning) -> str:
+def colour(text: str, meaning: Meaning) -> str:
     """Returns the text in the colour of its meaning, if stdout is a terminal that shows colours.
 
     NO_COLOR in the environment, with any value, prevents colours (no-color.org).

@@ -166,13 +166,13 @@ def _names(look: Look) -> set[tuple[str, str]]:
 
 def _checkpoints(url: str, told: Mapping[str, object] | None) -> list[Checkpoint]:
     """Returns the last checkpoints of a folder, newest first."""
-    from ckpt.loading.newest import committed
+    from ckpt.loading.newest import list_committed
     from ckpt.stores.store import is_file, join_url, open_store
 
     if is_file(url, told):
         return []
     found = []
-    for one in committed(url, told)[:CHECKPOINTS_SHOWN]:
+    for one in list_committed(url, told)[:CHECKPOINTS_SHOWN]:
         with open_store(join_url(url, one.name), told) as store:
             found.append(_checkpoint(one, sum(store.sizes().values())))
     return found
@@ -224,7 +224,9 @@ def _lines(
     if all(later):
         yield "nothing is under way"
     for one, name in list(zip(under_way, later, strict=True))[:ATTEMPTS_SHOWN]:
-        lines = _attempt_lines(options, one, known) if name is None else [_outdated(one, name)]
+        lines = (
+            _attempt_lines(options, one, known) if name is None else [_describe_outdated(one, name)]
+        )
         yield from ("", *lines)
     if len(under_way) > ATTEMPTS_SHOWN:
         yield f"and {len(under_way) - ATTEMPTS_SHOWN} more, whose last writes are older"
@@ -257,7 +259,7 @@ def _later(one: UnderWay, checkpoints: Sequence[Checkpoint]) -> str | None:
     return next((other.name for other in later if (other.committed or 0.0) > one.changed), None)
 
 
-def _outdated(one: UnderWay, later: str) -> str:
+def _describe_outdated(one: UnderWay, later: str) -> str:
     nbytes = size(sum(file.nbytes or 0 for file in one.files))
     return (
         f"{printable(one.name)}: {count(len(one.files), 'file')}, {nbytes}, without a manifest and "
@@ -270,7 +272,7 @@ def _attempt_lines(
 ) -> Iterator[str]:
     """Yields a line on a save or conversion, and one for each of its slowest files."""
     rows = _slowest_first(one, known)
-    yield f"{printable(one.name)}: {_told(one, rows)}"
+    yield f"{printable(one.name)}: {_describe_progress(one, rows)}"
     if all(file.phase == "written" for file in one.files):
         return
     shown = rows if options.verbose else rows[:FILES_SHOWN]
@@ -313,7 +315,7 @@ def _file_cells(file: FileUnderWay, rate: float | None, left: float | None) -> t
     )
 
 
-def _told(one: UnderWay, rows: Sequence[_Row]) -> str:
+def _describe_progress(one: UnderWay, rows: Sequence[_Row]) -> str:
     """Returns a line on a save or conversion as a whole."""
     total = _total(rows)
     written = sum(file.phase == "written" for file in one.files)

@@ -12,7 +12,7 @@ from ckpt.errors import CkptError, NotACheckpointError
 from tools.exit_codes import OF_A_READER, ExitCode, Help, code_of
 from tools.options import Option, add_quiet, add_storage_options, mapping, with_options
 from tools.progress import file_bytes, progress
-from tools.text import coloured, json_text, place, tell
+from tools.text import colour, json_text, place, tell
 
 HELP = Help(
     summary="check every checksum, file and size; without the model's code",
@@ -71,7 +71,7 @@ def run(options: Options) -> int:
     for given in options.urls:
         url = given if given.endswith("://") else given.rstrip("/") or given  # a shell's RUN/*/
         try:
-            report = _verified(url, options)
+            report = _verify(url, options)
         except (CkptError, OSError) as error:
             if len(options.urls) == 1:
                 raise
@@ -90,7 +90,7 @@ def run(options: Options) -> int:
     return ExitCode.FINE if is_sound else ExitCode.DIFFERENT
 
 
-def _verified(url: str, options: Options) -> Report:
+def _verify(url: str, options: Options) -> Report:
     from ckpt.checking.verify import verify
 
     told = mapping(options.storage_options)
@@ -119,16 +119,16 @@ def _is_local_run(url: str) -> bool:
 def _print(report: Report, options: Options) -> None:
     shown = report.problems[: None if options.verbose else SHOWN_PROBLEMS]
     for problem in shown:
-        print(coloured(printable(problem.message), "damaged"))
+        print(colour(printable(problem.message), "damaged"))
     if len(report.problems) > len(shown):
         print(f"... and {len(report.problems) - len(shown)} more; -v prints all")
     if options.quiet:
         return
     for note in report.notes:
         print(f"note: {printable(note)}")
-    found = coloured("sound", "sound")
+    found = colour("sound", "sound")
     if not report.sound:
-        found = coloured(f"NOT SOUND, {count(len(report.problems), 'problem')}", "damaged")
+        found = colour(f"NOT SOUND, {count(len(report.problems), 'problem')}", "damaged")
     found += ", but it has no tensors" if report.tensors == 0 and report.sound else ""
     print(f"{place(report.url)}: {found}")
     hashed = f"; {size(report.bytes_checked)} compared" if report.bytes_checked else ""

@@ -41,10 +41,10 @@ from ckpt.opening.sources import Source, open_source
 from ckpt.state.saved import Missing, Saved, by_name
 from ckpt.stores.store import Options
 from ckpt.transfer.read import RangeReader
-from ckpt.transfer.record_sums import RecordSums, repeated
-from formats.catalog import OpaqueValue, TensorRecord, TensorRef, Tree, named_leaves, str_of
+from ckpt.transfer.record_sums import RecordSums, run_twice
+from formats.catalog import OpaqueValue, TensorRecord, TensorRef, Tree, iter_leaves, str_of
 from formats.joined import under
-from sharding.errors import ArgumentError, listed, without_secrets
+from sharding.errors import ArgumentError, format_names, without_secrets
 
 __all__ = ["Comparison", "TensorDifference", "ValueDifference", "diff"]
 
@@ -203,7 +203,7 @@ def diff(
     there = storage_options if b_storage_options is None else b_storage_options
     with open_source(a, storage_options) as left, open_source(b, there) as right:
         left, right = _alike(left, right), _alike(right, left)
-        sides = (_changed(left, select, changes), _Side.of(right, select))
+        sides = (_apply_changes(left, select, changes), _Side.of(right, select))
         if select is not None and not any(side.selected for side in sides):
             raise ArgumentError(
                 without_secrets(f"neither {left.url} nor {right.url} has anything below {select!r}")
@@ -215,7 +215,7 @@ def diff(
         one, other = (side.chosen(chosen) for side in sides)
         tolerance = Tolerance(rtol, atol)
         # Blocks of a record that were compared before its checksum was wrong are read again too.
-        return repeated(
+        return run_twice(
             lambda: _compare(one, other, tolerance, values, dtype, read_all, progress),
             one.engine.sums,
             other.engine.sums,
@@ -271,13 +271,13 @@ def _alike(side: Source, other: Source) -> Source:
     return replace(side, catalog=under(side.catalog, weights))
 
 
-def _changed(source: Source, select: str | None, changes: Changes) -> _Side:
+def _apply_changes(source: Source, select: str | None, changes: Changes) -> _Side:
     """Returns the compared part of A, after the changes."""
     if not changes.mappings:
         return _Side.of(source, select)
     is_there = select is not None and not isinstance(Saved(source.catalog).node(select), Missing)
     chosen = replace(changes, select=select if is_there else None)
-    side = _Side.of(replace(source, catalog=chosen.applied(source).catalog), None)
+    side = _Side.of(replace(source, catalog=chosen.apply(source).catalog), None)
     return replace(side, selected=is_there)
 
 
@@ -295,7 +295,7 @@ def plain_values(tree: Tree) -> Iterator[tuple[str, Tree]]:
     >>> list(plain_values({"step": 3, "w": TensorRef("w"), "lr": [0.1, ()]}))
     [('step', 3), ('lr.0', 0.1), ('lr.1', ())]
     """
-    return (pair for pair in named_leaves(tree) if not isinstance(pair[1], TensorRef))
+    return (pair for pair in iter_leaves(tree) if not isinstance(pair[1], TensorRef))
 
 
 def _compare(
@@ -317,7 +317,7 @@ def _compare(
         if right is None or (left.name, right.name) in pairs:
             continue
         pairs.add((left.name, right.name))
-        described = _described_difference(name, left, right, with_dtype)
+        described = _compare_description(name, left, right, with_dtype)
         if described is not None:
             differences.append(described)
             continue
@@ -354,7 +354,7 @@ def _compare(
     )
 
 
-def _described_difference(
+def _compare_description(
     name: str, a: TensorRecord, b: TensorRecord, with_dtype: bool
 ) -> TensorDifference | None:
     """Returns the difference in shape or dtype of two tensors; None without one."""
@@ -431,8 +431,8 @@ def _compare_values(
             return (), (note,) if other.values else ()
     found = []
     for name in dict.fromkeys((*a.values, *b.values)):
-        here = _shown(a.values[name]) if name in a.values else None
-        there = _shown(b.values[name]) if name in b.values else None
+        here = _format_value(a.values[name]) if name in a.values else None
+        there = _format_value(b.values[name]) if name in b.values else None
         both = here is not None and there is not None
         if not both or not same_value(a.values[name], b.values[name], tolerance):
             found.append(ValueDifference(name, here, there))
@@ -447,7 +447,7 @@ def _is_flat_beside(kind: str, other: str) -> bool:
 def _about_opaque(a: Mapping[str, Tree], b: Mapping[str, Tree]) -> tuple[str, ...]:
     """Returns a note on the opaque values that two checkpoints have; none without any."""
     opaque = [name for name, value in a.items() if isinstance(value, OpaqueValue) and name in b]
-    shown = listed(opaque, SHOWN_NAMES)
+    shown = format_names(opaque, SHOWN_NAMES)
     return (f"{shown} were compared by their classes alone: objects",) if opaque else ()
 
 
@@ -459,5 +459,5 @@ def _compare_structure(a: _Side, b: _Side) -> tuple[StructureDifference, ...]:
     return compare_structure(a.structure, b.structure, with_keys)
 
 
-def _shown(value: Tree) -> str:
+def _format_value(value: Tree) -> str:
     return str_of(value)

@@ -45,7 +45,7 @@ from ckpt.stores.object_store import ObjectStore
 from ckpt.stores.request_errors import UnsupportedRequestError
 from ckpt.stores.store import Options, Store, join_url, local_path, open_store
 from formats.errors import FormatError
-from sharding.errors import listed, without_secrets
+from sharding.errors import format_names, without_secrets
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ def examine(
         if not (read_only or is_readable_only):
             folder = f"{PREFIX}{secrets.token_hex(8)}"
         doctor = _Doctor(store, kind, folder)
-        with doctor.cleaned(left):
+        with doctor.clean_up(left):
             doctor.examine()
     promises = promises_of(doctor.found)
     shown, found = without_secrets(text), tuple(doctor.found.values())
@@ -134,7 +134,7 @@ class _Doctor:
                 self._try(one)
 
     @contextmanager
-    def cleaned(self, left: list[str]) -> Iterator[None]:
+    def clean_up(self, left: list[str]) -> Iterator[None]:
         """Removes at the end of the block all that was written; `left` gets the names that stay."""
         made: list[Path] = []
         path = local_path(self._url)
@@ -152,7 +152,7 @@ class _Doctor:
             if left:
                 warn(
                     LeftOverWarning(
-                        f"{without_secrets(self._url)}: {listed(left)} could not be removed: "
+                        f"{without_secrets(self._url)}: {format_names(left)} could not be removed: "
                         "remove the folder"
                     ),
                     stacklevel=2,
@@ -307,7 +307,7 @@ class _Doctor:
         return _either(got == b"other", "", "the old content is still there")
 
     def _conditional_overwrite(self) -> _Result:
-        with self._replaced("late-put") as (late, other):
+        with self._replace_behind("late-put") as (late, other):
             try:
                 late.commit("late-put", b"late", replace=True, check=lambda: None)
             except ReplacedError:
@@ -316,7 +316,7 @@ class _Doctor:
         return Outcome.MISSING, "a late one replaces a newer file"
 
     def _conditional_delete(self) -> _Result:
-        with self._replaced("late-delete") as (late, _):
+        with self._replace_behind("late-delete") as (late, _):
             try:
                 late.delete("late-delete")
             except ReplacedError:
@@ -324,7 +324,7 @@ class _Doctor:
         return Outcome.MISSING, "a late one deletes a newer file"
 
     @contextmanager
-    def _replaced(self, name: str) -> Iterator[tuple[Store, Store]]:
+    def _replace_behind(self, name: str) -> Iterator[tuple[Store, Store]]:
         """Yields a store that has seen an older state of a file than another one has written."""
         with self._again() as late, self._again() as other:
             late.commit(name, b"older", replace=True)

@@ -209,7 +209,7 @@ def compare(a: Array, a_dtype: DType, b: Array, b_dtype: DType, tolerance: Toler
     if not differs.any():
         return found
     at = int(np.argmax(differs))
-    first_a, first_b = _shown(x, a, a_dtype, at), _shown(y, b, b_dtype, at)
+    first_a, first_b = _format_element(x, a, a_dtype, at), _format_element(y, b, b_dtype, at)
     if first_a == first_b:
         first_a = f"{first_a} (bits {_hex(a, at)})"
         first_b = f"{first_b} (bits {_hex(b, at)})"
@@ -318,7 +318,7 @@ def _magnitude(x: Array) -> Array:
     return np.asarray(np.abs(x.astype(wide)))
 
 
-def _shown(numbers: Array | None, raw: Array, dtype: DType, at: int) -> str:
+def _format_element(numbers: Array | None, raw: Array, dtype: DType, at: int) -> str:
     """Returns one element as text, with enough digits to identify it."""
     if numbers is None:
         return f"bits {_hex(raw, at)}"

@@ -22,7 +22,7 @@ from functools import partial
 
 from ckpt.checking.report import Findings, Problem, Report
 from ckpt.checking.verify_native import check_native
-from ckpt.opening.sources import Source, open_source, placed
+from ckpt.opening.sources import Source, name_folder, open_source
 from ckpt.stores.replacement_guard import unless_replaced
 from ckpt.stores.store import Options, Store, is_file, local_path, open_store, split_url
 from ckpt.transfer.read import RangeReader
@@ -40,7 +40,7 @@ from formats.pickles.records import Metadata
 from formats.safetensors.header import Header, read_header
 from formats.storage import Reader
 from formats.zip_records import Archive, Compressed
-from sharding.errors import listed
+from sharding.errors import format_names
 
 __all__ = ["Problem", "Report", "verify"]
 
@@ -80,10 +80,10 @@ def verify(
     True
     """
     text = os.fspath(url)
-    return unless_replaced(lambda: _verified(text, progress, storage_options))
+    return unless_replaced(lambda: _verify(text, progress, storage_options))
 
 
-def _verified(text: str, progress: Callable[[int], None] | None, options: Options) -> Report:
+def _verify(text: str, progress: Callable[[int], None] | None, options: Options) -> Report:
     """Returns the report of `verify`."""
     try:
         with open_source(text, options) as source:
@@ -160,7 +160,7 @@ def library_difference(header: Header, path: str) -> str:
     theirs = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices]
     ours = [(entry.name, entry.dtype, entry.shape) for entry in header.entries.values()]
     if others := sorted({name for name, *_ in set(ours) ^ set(theirs)}):
-        return f"sees other tensors: {listed(others, SHOWN_NAMES)}"
+        return f"sees other tensors: {format_names(others, SHOWN_NAMES)}"
     # Types and shapes in one order give the bytes. Empty tensors may stand anywhere in it.
     orders = [[name for name, _, shape in seen if all(shape)] for seen in (ours, theirs)]
     is_equal = orders[0] == orders[1] and header.metadata == metadata
@@ -205,7 +205,7 @@ def _strays(source: Source) -> tuple[str, ...]:
         # Such a folder also has a configuration and a tokenizer.
         foreign = [name for name in strays if name.endswith(SAFETENSORS)]
     others = [name for name in strays if name not in foreign]
-    line = f"not checked: {listed(others, SHOWN_NAMES)}"
+    line = f"not checked: {format_names(others, SHOWN_NAMES)}"
     return (
         *(f"{name} is in the folder and not a part of the checkpoint" for name in foreign),
         *((line,) if others else ()),
@@ -237,7 +237,7 @@ def _header_problems(store: Store, names: list[str]) -> tuple[Problem, ...]:
     problems = []
     for name in [name for name in names if name.endswith(SAFETENSORS)]:
         try:
-            with placed(store.url, name):
+            with name_folder(store.url, name):
                 read_header(store, name)
         except FormatError as error:
             problems.append(Problem.of(error, name))
@@ -353,7 +353,7 @@ class _Check:
         """Decodes a compressed record, which compares its CRC-32."""
         check("chunk_bytes", place.raw_bytes, f"{place.file}: the compressed {place.name}")
         stored = place.reader.read(place.file, place.offset, place.stored_bytes)
-        place.decoded(memoryview(stored))
+        place.decode(memoryview(stored))
         self._checked_bytes += place.stored_bytes
         if self._progress is not None:
             self._progress(place.stored_bytes)

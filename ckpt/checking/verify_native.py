@@ -27,7 +27,7 @@ from formats.native.manifest import MANIFEST, Manifest, ShardFile, load, read_ma
 from formats.native.reader import Shards
 from formats.native.shard import OWN_ENTRIES, RECORD, Shard, first_chunks
 from formats.storage import Pool, Reader, read_again
-from sharding.errors import listed
+from sharding.errors import format_names
 from sharding.layout import Box
 
 BLOCK_BYTES = 8 << 20
@@ -113,14 +113,14 @@ class _Check:
         block = memoryview(bytearray(BLOCK_BYTES))
         try:
             end = file.size - file.table_bytes
-            problems += self._damaged(file.name, end, stored_chunks(shard, where), block)
+            problems += self._find_damage(file.name, end, iter_chunks(shard, where), block)
         except FormatError as error:  # the table contradicts the header, or the file was cut
             problems.append(Problem.of(error, file.name))
         nbytes = file.size
-        for run, chunks in borrowed_chunks(shard, where):
+        for run, chunks in iter_borrowed(shard, where):
             try:
                 name = self._shards.base_file(run.place, chunks[-1].hi - chunks[0].lo, where)
-                problems += self._damaged(name, chunks[-1].hi, chunks, block)
+                problems += self._find_damage(name, chunks[-1].hi, chunks, block)
                 nbytes += chunks[-1].hi - chunks[0].lo
             except FormatError as error:
                 problems.append(Problem.of(error, file.name))
@@ -129,7 +129,7 @@ class _Check:
             try:
                 name = self._shards.base_file(root.place, root.stored_bytes, where)
                 chunks = [_StoredChunk(tensor, lo, hi, root.digest)]
-                problems += self._damaged(name, hi, chunks, block)
+                problems += self._find_damage(name, hi, chunks, block)
                 nbytes += hi - lo
             except FormatError as error:
                 problems.append(Problem.of(error, file.name))
@@ -160,7 +160,7 @@ class _Check:
                     kind="format",
                 )
 
-    def _damaged(
+    def _find_damage(
         self, name: str, end: int, chunks: Iterable[_StoredChunk], block: memoryview
     ) -> Iterator[Problem]:
         """Yields a problem for each chunk of a file whose bytes have another checksum.
@@ -205,14 +205,14 @@ class _Check:
         """Returns the tensors with a part in a file, as text."""
         tensors = self._manifest.tensors.items()
         names = [name for name, stored in tensors if stored.layout.pieces(file.rank)]
-        return f"it holds parts of {listed(names, SHOWN_TENSORS) or 'no tensor'}"
+        return f"it holds parts of {format_names(names, SHOWN_TENSORS) or 'no tensor'}"
 
     def _count(self, nbytes: int) -> None:
         if self._progress is not None:
             self._progress(nbytes)
 
 
-def stored_chunks(shard: Shard, where: str) -> Iterator[_StoredChunk]:
+def iter_chunks(shard: Shard, where: str) -> Iterator[_StoredChunk]:
     """Yields all chunks in an opened shard file, in the order of its bytes.
 
     Raises:
@@ -245,7 +245,7 @@ def stored_chunks(shard: Shard, where: str) -> Iterator[_StoredChunk]:
             number += 1
 
 
-def borrowed_chunks(shard: Shard, where: str) -> Iterator[tuple[Run, list[_StoredChunk]]]:
+def iter_borrowed(shard: Shard, where: str) -> Iterator[tuple[Run, list[_StoredChunk]]]:
     """Yields each run of an opened shard file with its chunks, as bytes of the base's file."""
     tensor_of = _tensors_by_chunk(shard, where)
     for run in shard.index.runs:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from ckpt.arguments import DtypeName, FormatName, KindName
 from ckpt.checking.verify import library_problems
-from ckpt.converting.layouts import by_size, checked_kind, of_kind
+from ckpt.converting.layouts import by_size, check_kind, of_kind
 from ckpt.converting.native_target import StoredState, outgoing, write_native
 from ckpt.converting.plan import ConversionPlan, conversion_plan
 from ckpt.converting.read_back import check_written
@@ -40,8 +40,8 @@ from ckpt.converting.target_formats import (
     check_nothing_is_lost,
     check_values,
     format_of,
-    left_out,
     losses,
+    omissions,
 )
 from ckpt.converting.targets import (
     check_file,
@@ -49,7 +49,7 @@ from ckpt.converting.targets import (
     check_native,
     file_writer,
     folder_writer,
-    kept_folder,
+    partial_folder,
 )
 from ckpt.converting.weighted_sum import WeightedSum, check_has_sum
 from ckpt.mapping.apply import Mapped
@@ -59,7 +59,7 @@ from ckpt.mapping.model_files import ModelFiles, base_name_of, config_of, plans_
 from ckpt.opening.sources import Source, open_source
 from ckpt.stores.request_errors import explained_on_disk
 from ckpt.stores.store import Options, local_path, open_store, split_url
-from ckpt.transfer.copy_shares import called_together, memory_bytes_of, write_plans
+from ckpt.transfer.copy_shares import call_together, memory_bytes_of, write_plans
 from formats import dcp, gguf, npz, torch_save
 from formats.catalog import FilePlan, OpaqueValue, Outgoing, Tree, join, without_opaque
 from formats.errors import CorruptError, UnsupportedError
@@ -238,7 +238,7 @@ def convert(
         parameters=parameters,
         config=config,
     )
-    divided, number = checked_kind(kind, world_size)
+    divided, number = check_kind(kind, world_size)
     target = _Target(
         url=os.fspath(dst),
         format=format_of(os.fspath(dst), to),
@@ -256,7 +256,7 @@ def convert(
         target.check_has_shards()
     ranks = None if group == SELF else Ranks(group)
     is_first = ranks is None or ranks.rank == 0
-    with called_together(ranks) as told, ExitStack() as stack:
+    with call_together(ranks) as told, ExitStack() as stack:
         told.doing("reading the source")
         is_sum = isinstance(src, WeightedSum)
         opening = src.opened if isinstance(src, WeightedSum) else partial(open_source, src)
@@ -267,11 +267,11 @@ def convert(
         files = changes.model_files(source) if target.format is Format.HUGGINGFACE else None
         if files is not None and changes.config is None and changes.keeps_model(source):
             source = replace(source, catalog=with_modules(source.store, source.catalog))
-        changed = changes.applied(source)
+        changed = changes.apply(source)
         found, opaque = _without_opaque(source.url, changed)
         if is_sum:
             check_has_sum(source, found.catalog)
-        counted = _counted(progress, told)
+        counted = _count_bytes(progress, told)
         untied = target.unties(files)
         state = outgoing(source.url, source.store, found.catalog, casts, counted, untied)
         check_values(target.format, state)
@@ -306,7 +306,7 @@ def convert(
             target_format=target.format.value,
             tensors=len(state.tensors),
             nbytes=sum(tensor.nbytes for tensor in state.tensors.values()),
-            left_out=(*opaque, *left_out(target.format, state)),
+            left_out=(*opaque, *omissions(target.format, state)),
             kind=None if divided is None else divided.value,
             world_size=number,
             became_text=became_text(target.format, state),
@@ -322,7 +322,7 @@ def convert(
         )
 
 
-def _counted(progress: Progress | None, told: Ranks | Clock) -> Progress | None:
+def _count_bytes(progress: Progress | None, told: Ranks | Clock) -> Progress | None:
     """Returns the function for numbers of bytes, which also counts them for `ckpt.events`."""
     if not told.is_observed:
         return progress
@@ -426,7 +426,7 @@ class _Target:
         if self.format is not Format.CKPT:
             is_far = local_path(self.url) is None
             plans = self.plans(state, files, casts)
-            write_plans(ranks, state.copier, self._placed, plans, is_far)
+            write_plans(ranks, state.copier, self._open_writer, plans, is_far)
             return
         tensors = state.tensors.values()
         if self.kind is not None and self.world_size is not None:
@@ -438,13 +438,13 @@ class _Target:
     def write_missing(self, state: StoredState, plans: Sequence[FilePlan], identity: str) -> None:
         """Writes the files of a folder that an interrupted conversion has left out."""
         with (
-            Journal.opened(kept_folder(local_path(self.url) or ""), identity) as journal,
+            Journal.open(partial_folder(local_path(self.url) or ""), identity) as journal,
             folder_writer(self.url, self.options, self.overwrite, kept=True) as writer,
         ):
-            state.copier.write(journal.writer(writer), journal.left(plans))
+            state.copier.write(journal.writer(writer), journal.incomplete(plans))
 
     @contextmanager
-    def _placed(self) -> Iterator[Writer]:
+    def _open_writer(self) -> Iterator[Writer]:
         """Returns a writer for the files, which then take their place; not for ckpt's format."""
         if not self.format.is_file:
             with folder_writer(self.url, self.options, self.overwrite) as writer:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from ckpt.plan.save_plan import stored_layouts
+from ckpt.plan.save_plan import choose_layouts
 from ckpt.state.patterns import matches
 from formats.catalog import OutgoingTensor
 from formats.limits import RANKS
@@ -60,7 +60,7 @@ def of_kind(tensors: Iterable[OutgoingTensor], kind: Kind, world_size: int) -> D
         )
         for tensor in tensors
     }
-    stored = stored_layouts(held)
+    stored = choose_layouts(held)
     parts: dict[int, list[str]] = {}
     for name, tensor in stored.items():
         for rank in tensor.layout.holders(Box.whole(tensor.shape)):
@@ -131,7 +131,7 @@ def run_of(layout: Layout, rank: int) -> Run:
     return Run(lo, hi, local if hi - lo == prod(local) else (hi - lo,))
 
 
-def checked_kind(kind: str | None, world_size: int | None) -> tuple[Kind | None, int | None]:
+def check_kind(kind: str | None, world_size: int | None) -> tuple[Kind | None, int | None]:
     """Returns the kind and the number of ranks that the caller gave: both, or neither.
 
     `full` without a number means one rank.
@@ -151,7 +151,7 @@ def checked_kind(kind: str | None, world_size: int | None) -> tuple[Kind | None,
                 "(kind=)"
             )
         return None, None
-    chosen = Kind.named(kind)
+    chosen = Kind.from_name(kind)
     if world_size is None and chosen is not Kind.FULL:
         raise ArgumentError(
             f"the kind {chosen.value} needs a number of ranks: give it as well (world_size=)"
@@ -173,12 +173,12 @@ class PlacementRule:
     placements: tuple[Placement, ...]
 
     @classmethod
-    def parsed(cls, text: str) -> PlacementRule:
+    def parse(cls, text: str) -> PlacementRule:
         """Returns the rule of a text. Raises ArgumentError for another text.
 
-        >>> PlacementRule.parsed("*.bias=replicate")
+        >>> PlacementRule.parse("*.bias=replicate")
         PlacementRule(pattern='*.bias', placements=(Replicate(),))
-        >>> PlacementRule.parsed("replicate,shard(1)").pattern
+        >>> PlacementRule.parse("replicate,shard(1)").pattern
         '*'
         """
         pattern, separator, words = text.rpartition("=")
@@ -233,7 +233,7 @@ class TargetLayouts:
                 f"'{name}=replicate'"
             ) from error
 
-    def cached(self) -> Callable[[str, Shape], Layout]:
+    def with_cache(self) -> Callable[[str, Shape], Layout]:
         """Returns `of` with one object for equal layouts, which makes plans of many ranks fast."""
         known: dict[Layout, Layout] = {}
 
@@ -244,12 +244,12 @@ class TargetLayouts:
         return layout_of
 
 
-def parsed_mesh(text: str | None, world_size: int) -> Mesh:
+def parse_mesh(text: str | None, world_size: int) -> Mesh:
     """Returns the mesh of a text such as `dp=2,tp=4`; without a text one axis.
 
     Raises ArgumentError for another text, and for a mesh that has not `world_size` ranks.
 
-    >>> parsed_mesh("dp=2,tp=4", 8).sizes, parsed_mesh(None, 8).names
+    >>> parse_mesh("dp=2,tp=4", 8).sizes, parse_mesh(None, 8).names
     ((2, 4), ('world',))
     """
     if text is None:

@@ -30,7 +30,7 @@ from ckpt.plan.copy_plan import CopySource
 from ckpt.stores.store import Options, Store, local_path, open_store
 from ckpt.transfer.commit import commit, is_not_there, now
 from ckpt.transfer.copy_files import FileCopier
-from ckpt.transfer.copy_shares import streamed, write_plans
+from ckpt.transfer.copy_shares import stream_tensors, write_plans
 from ckpt.version import __version__
 from formats.catalog import (
     Catalog,
@@ -43,8 +43,8 @@ from formats.catalog import (
 )
 from formats.dtypes import DType
 from formats.native.manifest import WRITER_KEYS, Manifest, ShardFile
-from formats.native.shard import ShardSummary, stored_order
-from formats.native.shard_writer import plan_shard, planned_summary, write_shard
+from formats.native.shard import ShardSummary, sort_for_file
+from formats.native.shard_writer import plan_shard, plan_summary, write_shard
 from formats.storage import Reader
 from sharding.agreement.ranks import Ranks
 from sharding.errors import ArgumentError, without_secrets
@@ -81,9 +81,9 @@ def write_native(
             if not compress:
                 is_far = path is None
                 tables = write_plans(ranks, state.copier, lambda: nullcontext(store), plans, is_far)
-                written = [planned_summary(*pair) for pair in zip(plans, tables, strict=is_first)]
+                written = [plan_summary(*pair) for pair in zip(plans, tables, strict=is_first)]
             elif is_first:
-                written = _compressed(store, state, plans)
+                written = _write_compressed(store, state, plans)
             if is_first:
                 manifest = _manifest(state, division, plans, written)
                 may_be_there = True
@@ -108,14 +108,16 @@ def _parts(state: StoredState, division: Division, rank: int) -> list[OutgoingTe
     return parts
 
 
-def _compressed(store: Store, state: StoredState, plans: Sequence[FilePlan]) -> list[ShardSummary]:
+def _write_compressed(
+    store: Store, state: StoredState, plans: Sequence[FilePlan]
+) -> list[ShardSummary]:
     """Writes compressed files, from streams of the tensors of the plans."""
     written = []
     for plan in plans:
         parts = [part for part in plan.parts if isinstance(part, OutgoingTensor)]
         with (
             store.create(plan.name, rewritable=True) as file,
-            streamed(state.copier, stored_order(parts)) as tensors,
+            stream_tensors(state.copier, sort_for_file(parts)) as tensors,
         ):
             written.append(write_shard(file, tensors, compress=True))
             if plan is plans[-1]:
@@ -130,7 +132,7 @@ def _manifest(
     written: Sequence[ShardSummary],
 ) -> Manifest:
     files: list[ShardFile] = [
-        summary.named(plan.name, rank)
+        summary.to_file(plan.name, rank)
         for rank, plan, summary in zip(division.parts, plans, written, strict=True)
     ]
     writer = {
@@ -196,32 +198,32 @@ def outgoing(
     strides: dict[str, tuple[int, ...]] = {}
     copier = FileCopier(reader, sources.__getitem__, "all", progress)
 
-    def placed(leaf: Tree, path: str) -> Tree:
+    def place(leaf: Tree, path: str) -> Tree:
         if not isinstance(leaf, TensorRef):
             return leaf
         record = catalog.tensors[leaf.name]
         first = first_names.setdefault(leaf.name, path)
         if first != path and not untied:
             if casts.names(path):
-                _check_alike(path, casts.written(path, record), first, sources[first].dtype)
+                _check_alike(path, casts.written_dtype(path, record), first, sources[first].dtype)
             aliases[path] = first
             return TensorRef(first)
         check_located(record)
         if record.strides is not None and record.strides != row_major(record.shape):
             strides[path] = record.strides
-        source = sources[path] = CopySource(record, casts.written(path, record))
+        source = sources[path] = CopySource(record, casts.written_dtype(path, record))
         tensors[path] = OutgoingTensor(
             path, record.shape, source.dtype, partial(_blocks, copier, tensors, path)
         )
         return TensorRef(path)
 
-    tree: Tree = map_selected(catalog.tree, Selection.of(None, None), placed)
+    tree: Tree = map_selected(catalog.tree, Selection.of(None, None), place)
     modules = tuple(folder for folder, _ in catalog.parts if folder)
     return StoredState(
         tensors,
         tree,
         aliases,
-        _kept_metadata(catalog),
+        _keep_metadata(catalog),
         catalog.versions,
         copier=copier,
         strides=strides,
@@ -242,11 +244,11 @@ def _check_alike(name: str, dtype: DType, first: str, written: DType) -> None:
 def _blocks(
     copier: FileCopier, tensors: Mapping[str, OutgoingTensor], name: str
 ) -> Iterator[memoryview]:
-    with streamed(copier, [tensors[name]]) as (alone,):
+    with stream_tensors(copier, [tensors[name]]) as (alone,):
         yield from alone.blocks()
 
 
-def _kept_metadata(catalog: Catalog) -> dict[str, str]:
+def _keep_metadata(catalog: Catalog) -> dict[str, str]:
     """Returns the metadata without the keys that the writer of the format added."""
     written = _WRITTEN.get(catalog.format)
     if written is None:

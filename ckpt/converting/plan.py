@@ -8,7 +8,7 @@ from math import prod
 
 from ckpt.mapping.apply import Mapped
 from ckpt.mapping.casts import Casts
-from formats.catalog import TensorRef, named_leaves
+from formats.catalog import TensorRef, iter_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,12 @@ def conversion_plan(
     first_names: dict[str, str] = {}
     planned: list[PlannedTensor] = []
     read_bytes = 0
-    for name, leaf in named_leaves(catalog.tree):
+    for name, leaf in iter_leaves(catalog.tree):
         if not isinstance(leaf, TensorRef):
             continue
         record = catalog.tensors[leaf.name]
         first = first_names.setdefault(leaf.name, name)
-        dtype = casts.written(first, record)
+        dtype = casts.written_dtype(first, record)
         is_tied = first != name and not untied
         planned.append(
             PlannedTensor(

@@ -9,8 +9,8 @@ import numpy as np
 from ckpt.checking.diff import FLAT_FORMATS, GGUF
 from ckpt.checking.elements import Tolerance, same_value
 from ckpt.converting.native_target import StoredState
-from ckpt.transfer.copy_shares import streamed
-from formats.catalog import OutgoingTensor, TensorRef, Tree, named_leaves
+from ckpt.transfer.copy_shares import stream_tensors
+from formats.catalog import OutgoingTensor, TensorRef, Tree, iter_leaves
 from formats.errors import CorruptError
 
 
@@ -31,8 +31,8 @@ def check_written(wanted: StoredState, found: StoredState, url: str, target_form
             raise _differs(url, name, "it is missing")
     there = [tensor for tensor in tensors.values() if tensor is not None]
     with (
-        streamed(wanted.copier, list(wanted.tensors.values())) as ours,
-        streamed(found.copier, there) as theirs,
+        stream_tensors(wanted.copier, list(wanted.tensors.values())) as ours,
+        stream_tensors(found.copier, there) as theirs,
     ):
         for tensor, other in zip(ours, theirs, strict=True):
             at = _first_difference(tensor.blocks(), other.blocks())
@@ -77,7 +77,7 @@ def _next(blocks: Iterator[memoryview]) -> memoryview:
 
 
 def _values(tree: Tree) -> Iterator[tuple[str, Tree]]:
-    return (pair for pair in named_leaves(tree) if not isinstance(pair[1], TensorRef))
+    return (pair for pair in iter_leaves(tree) if not isinstance(pair[1], TensorRef))
 
 
 def _check_values(wanted: Mapping[str, Tree], found: Mapping[str, Tree], url: str) -> None:

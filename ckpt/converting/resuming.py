@@ -66,7 +66,7 @@ class Journal:
 
     @classmethod
     @contextmanager
-    def opened(cls, folder: Path, identity: str) -> Iterator[Journal]:
+    def open(cls, folder: Path, identity: str) -> Iterator[Journal]:
         """Opens or begins the journal of a folder, and removes files that are not complete.
 
         The folder takes its place within the block. The journal is gone if the block succeeds.
@@ -103,7 +103,7 @@ class Journal:
         """Returns a writer whose complete files get a line in the journal."""
         return _JournalWriter(self, writer)
 
-    def left(self, plans: Sequence[FilePlan]) -> list[FilePlan]:
+    def incomplete(self, plans: Sequence[FilePlan]) -> list[FilePlan]:
         """Returns the files that are not complete."""
         return [plan for plan in plans if plan.name not in self.done]
 
@@ -155,7 +155,7 @@ def _has_name(file: IO[str], path: Path) -> bool:
 def _complete(folder: Path, file: IO[str], identity: str) -> dict[str, _Content]:
     """Returns the files that the journal names and that have their digests (rule 2)."""
     file.seek(0)
-    lines = [_parsed(line) for line in file.read().splitlines()]
+    lines = [_parse(line) for line in file.read().splitlines()]
     if not lines or lines[0] != [identity]:
         return {}
     found: dict[str, _Content] = {}
@@ -169,7 +169,7 @@ def _complete(folder: Path, file: IO[str], identity: str) -> dict[str, _Content]
     return found
 
 
-def _parsed(line: str) -> object:
+def _parse(line: str) -> object:
     try:
         found: object = json.loads(line)
     except ValueError:

@@ -3,7 +3,7 @@
 Rules, which hold before a byte is written:
 
 1. A weight is lost if the target lacks it, or if other readers of the target see another dtype.
-   Plain values, which flat formats lack, are no weights: `left_out` names them.
+   Plain values, which flat formats lack, are no weights: `omissions` names them.
 2. A caller who names tensors or a part has chosen the others away.
 3. A Hugging Face folder with a `config.json` has the names that `from_pretrained` looks for. Names
    below a wrapper's key are an error with the option that removes it. The names to expect are those
@@ -30,15 +30,15 @@ from formats.catalog import (
     Outgoing,
     Tree,
     TypedValue,
+    iter_leaves,
     join,
-    named_leaves,
     plain_names,
 )
 from formats.dcp.nest import lost
 from formats.detect import ENDINGS, WRITTEN
 from formats.errors import FormatError, UnsupportedError
 from formats.safetensors.file import is_carried
-from sharding.errors import ArgumentError, listed, without_secrets
+from sharding.errors import ArgumentError, format_names, without_secrets
 from sharding.kind import Kind
 
 
@@ -99,7 +99,7 @@ def _check_ending(target: str) -> None:
     )
 
 
-def left_out(chosen: Format, state: Outgoing) -> tuple[str, ...]:
+def omissions(chosen: Format, state: Outgoing) -> tuple[str, ...]:
     """Returns the key paths of values that a format cannot hold, and its metadata."""
     if chosen is Format.CKPT:
         return ()
@@ -107,9 +107,9 @@ def left_out(chosen: Format, state: Outgoing) -> tuple[str, ...]:
         return plain_names(state.tree)
     lacking: Iterable[str] = ()
     if chosen is Format.NPZ:
-        lacking = npz.left_out(state)
+        lacking = npz.omissions(state)
     elif chosen is Format.GGUF:
-        lacking = gguf.left_out(state)
+        lacking = gguf.omissions(state)
     elif chosen is Format.DCP:
         lacking = (name for name, is_empty in lost(state.tree) if is_empty)
     known = gguf.METADATA if chosen is Format.GGUF else ()
@@ -120,7 +120,7 @@ def left_out(chosen: Format, state: Outgoing) -> tuple[str, ...]:
 def check_values(chosen: Format, state: Outgoing) -> None:
     """Raises UnsupportedError for a value that only ckpt's own format can hold."""
     if chosen in (Format.TORCH, Format.DCP):
-        for name, value in named_leaves(state.tree):
+        for name, value in iter_leaves(state.tree):
             if isinstance(value, TypedValue):
                 raise UnsupportedError(
                     f"{name} is {value!s:.80}, and {chosen.value} has no {value.kind} that torch "
@@ -137,7 +137,7 @@ def check_any_is_left(chosen: Format, state: Outgoing, url: str, opaque: Sequenc
     if chosen.is_of_weights and not state.tensors and opaque:
         raise UnsupportedError(
             f"{without_secrets(url)}: none of its tensors can be converted: {len(opaque)} objects "
-            f"are shown and never made ({listed(opaque, 3)}); `ckpt inspect` says why",
+            f"are shown and never made ({format_names(opaque, 3)}); `ckpt inspect` says why",
             names=opaque,
         )
 
@@ -232,7 +232,7 @@ def _losses(
     catalog: Catalog, changes: Changes, tree: Tree, state: Outgoing, chosen: Format
 ) -> Iterator[str]:
     is_named = bool(changes.include or changes.exclude or changes.part)
-    for name, leaf in named_leaves(tree):
+    for name, leaf in iter_leaves(tree):
         if isinstance(leaf, OpaqueValue) and leaf.tensors:
             yield f"{name or 'the whole state'} is {leaf.type}, which is shown and never made"
     if changes.module is not None:

@@ -52,7 +52,7 @@ from formats.detect import DCP_METADATA, OF_WEIGHTS, is_shard
 from formats.errors import FormatError
 from formats.native.manifest import MANIFEST, load, read_manifest
 from formats.storage import FileWriter, Writer
-from sharding.errors import listed
+from sharding.errors import format_names
 
 SHOWN_NAMES = 5
 _WEIGHTS = re.compile(
@@ -219,7 +219,8 @@ def _check_holds_no_other(target: str, local: Path) -> None:
             others += [os.path.relpath(os.path.join(folder, name), local) for name in found]
     if others:
         raise ExistsError(
-            f"{target} holds {listed(others, SHOWN_NAMES)}, more than the one checkpoint that "
+            f"{target} holds {format_names(others, SHOWN_NAMES)}, more than the one "
+            "checkpoint that "
             "overwrite replaces, and would be removed as a whole; move the files away, or convert "
             "to another place",
             names=others,
@@ -334,7 +335,7 @@ def file_writer(target: str, store: Store, overwrite: bool) -> Iterator[Writer]:
     if overwrite:
         yield store
     else:
-        with _told_of(target):
+        with _name_target(target):
             yield NewFiles(store)
     _is_durable(store, target)
 
@@ -364,13 +365,13 @@ def folder_writer(
     """
     path = local_path(target)
     if path is None:
-        with open_store(target, options) as store, _told_of(target):
+        with open_store(target, options) as store, _name_target(target):
             yield NewFiles(store)
         return
     local = folder_path(path)
     with explained_on_disk("creating the folder for", target):
         local.parent.mkdir(parents=True, exist_ok=True)
-    fresh = kept_folder(path) if kept else _beside(local, secrets.token_hex(4))
+    fresh = partial_folder(path) if kept else _beside(local, secrets.token_hex(4))
     old = fresh.with_suffix(".old")
     try:
         with open_store(str(fresh)) as store:
@@ -398,7 +399,7 @@ def folder_writer(
         raise
 
 
-def kept_folder(path: str) -> Path:
+def partial_folder(path: str) -> Path:
     """Returns the folder with a fixed name, whose files `folder_writer` keeps for a later call."""
     return _beside(folder_path(path), "resumed")
 
@@ -408,7 +409,7 @@ def _beside(local: Path, attempt: str) -> Path:
 
 
 @contextmanager
-def _told_of(target: str) -> Iterator[None]:
+def _name_target(target: str) -> Iterator[None]:
     """Turns the ExistsError of a file into that of the conversion."""
     try:
         yield

@@ -37,10 +37,10 @@ from formats.catalog import (
     StoredPiece,
     TensorRecord,
     TensorRef,
-    named_leaves,
+    iter_leaves,
 )
 from formats.dtypes import DType
-from sharding.errors import listed, without_secrets
+from sharding.errors import format_names, without_secrets
 from sharding.layout import Box, Piece
 
 BLOCK_BYTES = 4 << 20
@@ -95,13 +95,13 @@ def check_has_sum(source: Source, catalog: Catalog) -> None:
     `source` is an opened sum, and the catalog a part of it, perhaps under other names.
     """
     sums = cast(_Sums, source.store)
-    leaves = (leaf for _, leaf in named_leaves(catalog.tree))
+    leaves = (leaf for _, leaf in iter_leaves(catalog.tree))
     records = (catalog.tensors[leaf.name] for leaf in leaves if isinstance(leaf, TensorRef))
     files = {stored.extent.file for record in records for stored in record.pieces}
     wrong = [text for file in files if (text := sums.problem(file))]
     if wrong:
         raise ArgumentError(
-            f"{without_secrets(source.url)} has no sum: {listed(sorted(wrong), 5)}; give "
+            f"{without_secrets(source.url)} has no sum: {format_names(sorted(wrong), 5)}; give "
             "checkpoints of one model, with --select or --exclude for the parts that have a sum, "
             "and convert quantised weights to floats before"
         )

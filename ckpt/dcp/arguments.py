@@ -143,12 +143,14 @@ def check_coordinator(rank: int) -> None:
         raise ArgumentError(f"coordinator_rank is {rank}; rank 0 commits: leave it out")
 
 
-def taken(**arguments: Any) -> dict[str, Any]:
+def given_arguments(**arguments: Any) -> dict[str, Any]:
     """Returns the arguments that were given: older versions of torch lack the newer ones."""
     return {name: value for name, value in arguments.items() if value not in (None, False)}
 
 
-def translated(error: CheckpointException, group: ProcessGroup | None, no_dist: bool) -> CkptError:
+def translate_error(
+    error: CheckpointException, group: ProcessGroup | None, no_dist: bool
+) -> CkptError:
     """Returns this rank's own error, or a RankError with the text of another rank's error."""
     is_alone = no_dist or not dist.is_initialized()
     rank = 0 if is_alone else dist.get_rank(group)
@@ -162,9 +164,9 @@ def translated(error: CheckpointException, group: ProcessGroup | None, no_dist: 
 
 
 @contextmanager
-def translated_errors(group: ProcessGroup | None, no_dist: bool) -> Iterator[None]:
+def translate_errors(group: ProcessGroup | None, no_dist: bool) -> Iterator[None]:
     """Raises errors of this package in the place of torch's CheckpointException in the block."""
     try:
         yield
     except CheckpointException as error:
-        raise translated(error, group, no_dist) from error
+        raise translate_error(error, group, no_dist) from error

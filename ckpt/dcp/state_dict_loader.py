@@ -25,14 +25,14 @@ from torch.distributed.checkpoint.storage import StorageReader
 from ckpt.dcp.arguments import (
     check_coordinator,
     check_state,
+    given_arguments,
     group_of,
     have_layouts,
     is_plain_storage,
     on_all_ranks,
     state_of,
     storage_of,
-    taken,
-    translated_errors,
+    translate_errors,
 )
 from ckpt.dcp.storage_reader import CkptStorageReader
 from ckpt.errors import StateError
@@ -86,8 +86,8 @@ def load(
 
     reader, target = on_all_ranks("ckpt.dcp.load", group, begin, _is_served)
     if target is None or not isinstance(reader, CkptStorageReader):
-        given = taken(checkpoint_id=checkpoint_id, planner=planner, no_dist=no_dist)
-        with translated_errors(process_group, no_dist):
+        given = given_arguments(checkpoint_id=checkpoint_id, planner=planner, no_dist=no_dist)
+        with translate_errors(process_group, no_dist):
             _torch.load(state_dict, storage_reader=reader, process_group=process_group, **given)
         return
     load_partly(
@@ -130,7 +130,7 @@ def _load_state_dict_from_keys(
 ) -> dict[str, Any]:
     """Returns a new state dict of these keys, or of all, by torch's function of this name."""
     reader = storage_of(storage_reader, CkptStorageReader, checkpoint_id, "storage_reader")
-    with translated_errors(process_group, no_dist=False):
+    with translate_errors(process_group, no_dist=False):
         found: dict[str, Any] = _torch._load_state_dict_from_keys(
             keys, storage_reader=reader, process_group=process_group
         )

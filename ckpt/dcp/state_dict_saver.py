@@ -23,15 +23,15 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from ckpt.dcp.arguments import (
     check_coordinator,
     check_state,
+    given_arguments,
     group_of,
     have_layouts,
     is_plain_storage,
     on_all_ranks,
     state_of,
     storage_of,
-    taken,
-    translated,
-    translated_errors,
+    translate_error,
+    translate_errors,
 )
 from ckpt.dcp.storage_reader import metadata_of_state
 from ckpt.dcp.storage_writer import CkptStorageWriter, check_collectives
@@ -88,8 +88,8 @@ def save(
     if state is not None and isinstance(writer, CkptStorageWriter):
         _save(writer.checkpoint_id, state, group=group, **_ways(writer))
         return metadata_of_state(state)
-    with translated_errors(process_group, no_dist):
-        given = _given(writer, checkpoint_id, planner, process_group, no_dist)
+    with translate_errors(process_group, no_dist):
+        given = _torch_arguments(writer, checkpoint_id, planner, process_group, no_dist)
         metadata: Metadata = _torch.save(dict(state_dict), **given)
         return metadata
 
@@ -122,13 +122,15 @@ def async_save(
     if state is not None and isinstance(writer, CkptStorageWriter):
         handle = _save(writer.checkpoint_id, state, group=group, blocking=False, **_ways(writer))
         return SaveFuture(handle, metadata_of_state(state))
-    given = _given(writer, checkpoint_id, planner, process_group, no_dist)
-    more = taken(async_checkpointer_type=async_checkpointer_type, async_stager=async_stager)
-    with translated_errors(process_group, no_dist):
+    given = _torch_arguments(writer, checkpoint_id, planner, process_group, no_dist)
+    more = given_arguments(
+        async_checkpointer_type=async_checkpointer_type, async_stager=async_stager
+    )
+    with translate_errors(process_group, no_dist):
         found = _torch.async_save(dict(state_dict), **given, **more)
     if isinstance(found, Future):
-        return translated_future(found, process_group, no_dist)
-    found.upload_completion = translated_future(found.upload_completion, process_group, no_dist)
+        return translate_future(found, process_group, no_dist)
+    found.upload_completion = translate_future(found.upload_completion, process_group, no_dist)
     return found
 
 
@@ -191,7 +193,7 @@ def _ways(writer: CkptStorageWriter) -> dict[str, Any]:
     }
 
 
-def _given(
+def _torch_arguments(
     writer: StorageWriter,
     checkpoint_id: str | os.PathLike[str] | None,
     planner: SavePlanner | None,
@@ -199,7 +201,7 @@ def _given(
     no_dist: bool,
 ) -> dict[str, Any]:
     """Returns the arguments for torch's function, without `no_dist` if torch finds out itself."""
-    return taken(
+    return given_arguments(
         storage_writer=writer,
         checkpoint_id=checkpoint_id,
         planner=planner,
@@ -247,7 +249,7 @@ class SaveFuture(Future[Metadata]):
             self.set_exception(error)
 
 
-def translated_future(found: Future[Any], group: ProcessGroup | None, no_dist: bool) -> Future[Any]:
+def translate_future(found: Future[Any], group: ProcessGroup | None, no_dist: bool) -> Future[Any]:
     """Returns a future that ends like another, with errors of this package."""
     told: Future[Any] = Future()
     told.set_running_or_notify_cancel()
@@ -255,7 +257,7 @@ def translated_future(found: Future[Any], group: ProcessGroup | None, no_dist: b
     def end(done: Future[Any]) -> None:
         error = done.exception()
         if isinstance(error, CheckpointException):
-            cause, error = error, translated(error, group, no_dist)
+            cause, error = error, translate_error(error, group, no_dist)
             error.__cause__ = cause
         if error is None:
             told.set_result(done.result())

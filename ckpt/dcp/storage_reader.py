@@ -34,11 +34,11 @@ from ckpt.errors import ArgumentError, StateError
 from ckpt.loading.lazy import Checkpoint
 from ckpt.state.memory import empty_for, is_plain, torch_dtype, will_change
 from ckpt.state.saved import by_name
-from ckpt.state.typed_values import opened
+from ckpt.state.typed_values import restore_values
 from ckpt.stores.store import Options
-from ckpt.transfer.record_sums import Verify, checked_verify
+from ckpt.transfer.record_sums import Verify, check_verify
 from formats.catalog import Catalog, OpaqueValue, TensorRecord, TensorRef, Tree, map_tree
-from formats.dcp.nest import flattened
+from formats.dcp.nest import flatten
 from formats.pickles.tree import KeyPath
 from sharding.layout import Box
 
@@ -71,7 +71,7 @@ class CkptStorageReader(StorageReader):
     ) -> None:
         super().__init__()
         self.path = None if path is None else os.fspath(path)
-        self.verify = checked_verify(verify)
+        self.verify = check_verify(verify)
         self.storage_options = storage_options
         self.load_id = str(uuid4())
         """The id that torch's StorageMeta has of the next load, until `reset`."""
@@ -138,8 +138,8 @@ class CkptStorageReader(StorageReader):
         try:
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, self._pickled(item.storage_index.fqn))
-            for wanted in _batches(self._wanted(plan, planner), memory_budget() // 2):
+                    planner.load_bytes(item, self._pickle_value(item.storage_index.fqn))
+            for wanted in _batches(self._iter_wanted(plan, planner), memory_budget() // 2):
                 self._read(wanted, planner)
         finally:
             self.close()
@@ -152,7 +152,7 @@ class CkptStorageReader(StorageReader):
             raise StateError(f"{self.checkpoint_id} has no {name!r}, which the plan wants to read")
         return self._items[name][1]
 
-    def _pickled(self, name: str) -> BytesIO:
+    def _pickle_value(self, name: str) -> BytesIO:
         """Returns a saved value as a pickle of plain types, which DCP's planners read."""
         checkpoint, data = self._opened, BytesIO()
 
@@ -163,13 +163,15 @@ class CkptStorageReader(StorageReader):
                     "leave "
                     "it out of the state to load"
                 )
-            return checkpoint[node.name][...] if isinstance(node, TensorRef) else opened(node)
+            return (
+                checkpoint[node.name][...] if isinstance(node, TensorRef) else restore_values(node)
+            )
 
         torch.save(map_tree(self._node(name), leaf), data)
         data.seek(0)
         return data
 
-    def _wanted(self, plan: LoadPlan, planner: LoadPlanner) -> Iterator[_Wanted]:
+    def _iter_wanted(self, plan: LoadPlan, planner: LoadPlanner) -> Iterator[_Wanted]:
         catalog = self._opened.catalog
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
@@ -227,9 +229,7 @@ def items_of(catalog: Catalog) -> dict[str, tuple[KeyPath, Tree]]:
 
     Raises UnsupportedError for a state that is not a dict, StateError for two equal names.
     """
-    return by_name(
-        (".".join(map(str, path)), (path, node)) for path, node in flattened(catalog.tree)
-    )
+    return by_name((".".join(map(str, path)), (path, node)) for path, node in flatten(catalog.tree))
 
 
 def metadata_of(catalog: Catalog, items: Mapping[str, tuple[KeyPath, Tree]]) -> Metadata:

@@ -44,12 +44,12 @@ from torch.futures import Future
 from ckpt.errors import ArgumentError, StateError
 from ckpt.saving.agreement import check_place, writer_of
 from ckpt.state.flatten import flatten
-from ckpt.state.memory import awaited, kind_problem, memory_problem
+from ckpt.state.memory import kind_problem, memory_problem, wait_for
 from ckpt.stores.store import Options, open_store
 from ckpt.transfer.commit import commit, now
 from ckpt.transfer.write import outgoing_whole
 from formats.catalog import OutgoingTensor, TensorRef, Tree
-from formats.dcp.nest import key_path, nested
+from formats.dcp.nest import key_path, unflatten
 from formats.dtypes import DType, dtype_of_torch
 from formats.errors import UnsupportedError
 from formats.native.manifest import Manifest, ShardFile, StoredTensor
@@ -187,7 +187,7 @@ class CkptStorageWriter(StorageWriter):
                     name = f"{attempt:016x}-{rank:05d}.safetensors"
                     with store.create(name, rewritable=self.compress) as file:
                         wrote = write_shard(file, [one.tensor for one in group], self.compress)
-                    found.update(dict.fromkeys(map(id, group), wrote.named(name, rank)))
+                    found.update(dict.fromkeys(map(id, group), wrote.to_file(name, rank)))
             except BaseException:
                 self._delete(found.values())
                 raise
@@ -206,7 +206,7 @@ class CkptStorageWriter(StorageWriter):
         parts = [part for _, item in items for part in item.parts]
         files = {part.file.name: part.file for part in parts if part.file is not None}
         try:
-            tensors = _stored(metadata, parts)
+            tensors = _stored_tensors(metadata, parts)
             tree = _tree(metadata, tensors, {name: item.value for name, item in items})
         except BaseException:
             self._delete(files.values())
@@ -218,7 +218,7 @@ class CkptStorageWriter(StorageWriter):
         metadata.storage_meta = self.storage_meta()
 
 
-def _stored(metadata: Metadata, parts: Sequence[_WrittenPart]) -> dict[str, StoredTensor]:
+def _stored_tensors(metadata: Metadata, parts: Sequence[_WrittenPart]) -> dict[str, StoredTensor]:
     """Returns the tensors for the manifest.
 
     Raises StateError for a tensor that no rank has written, UnsupportedError as `layout_of` does.
@@ -253,7 +253,7 @@ def _tree(
         if not is_tensor and name not in values:
             raise _unwritten(name)
         leaves[key_path(name, paths)] = TensorRef(name) if is_tensor else values[name]
-    return nested(leaves)
+    return unflatten(leaves)
 
 
 def _unwritten(name: str) -> StateError:
@@ -303,7 +303,7 @@ def outgoing_item(item: WriteItem, planner: SavePlanner) -> tuple[Tree, list[Out
         if not isinstance(found, torch.Tensor) or tuple(found.shape) != shape:
             what = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
             raise StateError(f"{name}: the plan has a part {box}, and resolve_data gives {what}")
-        local = awaited(found).detach()
+        local = wait_for(found).detach()
         if (problem := kind_problem(local) or memory_problem(local)) is not None:
             raise StateError(f"{name}: {problem}")
         return outgoing_whole(name, dtype, local.to(data.properties.dtype))
@@ -321,7 +321,7 @@ def _value(item: WriteItem, planner: SavePlanner) -> tuple[Tree, list[OutgoingPa
     if _only_looks_up(planner):
         value = planner.lookup_object(item.index)
     else:
-        value = _unpickled(name, planner.resolve_data(item))
+        value = _unpickle(name, planner.resolve_data(item))
     flat = flatten({name: value}, _ALONE)
     assert isinstance(flat.tree, dict)
     parts = []
@@ -332,7 +332,7 @@ def _value(item: WriteItem, planner: SavePlanner) -> tuple[Tree, list[OutgoingPa
     return flat.tree[name], parts
 
 
-def _unpickled(name: str, data: object) -> object:
+def _unpickle(name: str, data: object) -> object:
     if not isinstance(data, BytesIO):
         raise StateError(f"{name}: resolve_data gives a {type(data).__name__}, not a BytesIO")
     data.seek(0)
@@ -389,13 +389,13 @@ def _axes(cut: Sequence[tuple[int, int]], size: int) -> tuple[int, ...] | None:
     """Returns the sizes of mesh axes that make this cut, the outermost first; None without any."""
     if cut[0][0] != 0 or cut[-1][1] != size or any(a[1] != b[0] for a, b in pairwise(cut)):
         return None
-    return _nested(tuple(hi - lo for lo, hi in cut))
+    return _factor_lengths(tuple(hi - lo for lo, hi in cut))
 
 
-def _nested(lengths: tuple[int, ...]) -> tuple[int, ...] | None:
+def _factor_lengths(lengths: tuple[int, ...]) -> tuple[int, ...] | None:
     """Returns the numbers of nested chunks that give these lengths; None if none do.
 
-    >>> _nested((3, 3, 3, 1)), _nested((3, 2, 3, 2)), _nested((1, 3))
+    >>> _factor_lengths((3, 3, 3, 1)), _factor_lengths((3, 2, 3, 2)), _factor_lengths((1, 3))
     ((4,), (2, 2), None)
     """
     count = len(lengths)
@@ -408,7 +408,7 @@ def _nested(lengths: tuple[int, ...]) -> tuple[int, ...] | None:
         groups = [lengths[at : at + step] for at in range(0, count, step)]
         if tuple(map(sum, groups)) != _chunks(sum(lengths), outer):
             continue
-        inner = {_nested(group) for group in groups}
+        inner = {_factor_lengths(group) for group in groups}
         [found] = inner if len(inner) == 1 else [None]
         if found is not None:
             return (outer, *found)

@@ -65,7 +65,7 @@ class CkptAccelerator(accelerate.Accelerator):  # type: ignore[misc] # it ships 
         self._settle()
         config = self.project_configuration
         is_numbered = config.automatic_checkpoint_naming
-        url = self._numbered(config.iteration) if is_numbered else output_dir
+        url = self._checkpoint_folder(config.iteration) if is_numbered else output_dir
         if url is None:
             raise ArgumentError("save_state needs a folder, because names are not automatic")
         settings = {"overwrite": not is_numbered, **options}
@@ -151,7 +151,7 @@ class CkptAccelerator(accelerate.Accelerator):  # type: ignore[misc] # it ships 
             raise ArgumentError("automatic names need ProjectConfiguration(project_dir=...)")
         return os.path.join(self.project_dir, "checkpoints")
 
-    def _numbered(self, number: int) -> str:
+    def _checkpoint_folder(self, number: int) -> str:
         return os.path.join(self._folder(), f"checkpoint_{number}")
 
     def _settle(self) -> None:
@@ -178,7 +178,7 @@ class CkptAccelerator(accelerate.Accelerator):  # type: ignore[misc] # it ships 
         )
         for number in reversed(numbers[:-limit]):  # a checkpoint before its base
             with suppress(InUseError):
-                ckpt.delete(self._numbered(number))
+                ckpt.delete(self._checkpoint_folder(number))
 
 
 def _without_ddp(model: Any) -> Any:

@@ -41,7 +41,7 @@ from ckpt.state.stateful import (
     identity,
     is_packed,
     optimizer_entries,
-    packed_state,
+    pack_state,
     parameter_names,
 )
 from ckpt.transfer.write_job import Compress
@@ -133,7 +133,7 @@ class CkptCheckpointIO(CheckpointIO):
         """
         self._settle()
         found: Any = ckpt.read(path)
-        return _moved(found, map_location)
+        return _move_tensors(found, map_location)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Removes a checkpoint of ckpt, or a file that Lightning wrote."""
@@ -241,8 +241,8 @@ class CkptStrategyMixin(_Strategy):
             found[MODULE] = {names.get(key, key): value for key, value in found[MODULE].items()}
         if is_whole and OPTIMIZERS in found:
             saved = [_parameters(state) for state in found[OPTIMIZERS]]
-            found[OPTIMIZERS] = [_numbered(state) for state in found[OPTIMIZERS]]
-            self._optimizers_left = url, _copied(found[OPTIMIZERS]), saved
+            found[OPTIMIZERS] = [_number_parameters(state) for state in found[OPTIMIZERS]]
+            self._optimizers_left = url, _copy_nest(found[OPTIMIZERS]), saved
         elif self.optimizers and not is_whole:
             self._fill_optimizers(url, None)
         return found  # type: ignore[no-any-return]
@@ -263,7 +263,7 @@ class CkptStrategyMixin(_Strategy):
         if self._optimizers_left is None:
             return
         (url, before, saved), self._optimizers_left = self._optimizers_left, None
-        own = [[name for each in named for name in each.names] for named in self._named()]
+        own = [[name for each in named for name in each.names] for named in self._parameter_names()]
         is_changed = not _same(checkpoint[OPTIMIZERS], before)
         if [*map(sorted, saved)] == [*map(sorted, own)]:
             if not is_changed:
@@ -299,7 +299,7 @@ class CkptStrategyMixin(_Strategy):
             is_overridden(hook, part) for part in (module, *module.trainer.callbacks)
         )
 
-    def _named(self) -> list[list[NamedParameter]]:
+    def _parameter_names(self) -> list[list[NamedParameter]]:
         names = parameter_names({MODULE: self._module()})
         return [names.of(optimizer).named for optimizer in self.optimizers]
 
@@ -346,7 +346,7 @@ class CkptStrategyMixin(_Strategy):
 
     def _entries_of(self, optimizer: torch.optim.Optimizer, index: int) -> dict[str, Any]:
         where = f"{OPTIMIZERS}.{index}"
-        packed: dict[str, Any] = packed_state(optimizer, where)
+        packed: dict[str, Any] = pack_state(optimizer, where)
         if not is_packed(packed):
             return packed
         names = parameter_names({MODULE: self._module()})
@@ -425,7 +425,7 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _copied(nest: Any) -> Any:
+def _copy_nest(nest: Any) -> Any:
     """Returns a nest of other containers with the same tensors and values."""
     return tree_map(lambda value: value, nest)
 
@@ -434,7 +434,7 @@ def _parameters(state: Any) -> list[Any]:
     return [one for group in state["param_groups"] for one in group["params"]]
 
 
-def _numbered(state: Any) -> Any:
+def _number_parameters(state: Any) -> Any:
     """Returns the state of an optimizer with torch's numbers in the place of names."""
     number = {name: index for index, name in enumerate(_parameters(state))}
     groups = [
@@ -445,7 +445,7 @@ def _numbered(state: Any) -> Any:
     return {**state, "state": kept, "param_groups": groups}
 
 
-def _moved(nest: dict[str, Any], map_location: Any) -> dict[str, Any]:
+def _move_tensors(nest: dict[str, Any], map_location: Any) -> dict[str, Any]:
     """Returns a nest with its tensors, all in CPU memory, where `torch.load` would put them."""
     place = map_location
     if isinstance(place, Mapping):
@@ -473,8 +473,8 @@ def _with_folders(load: Callable[..., Any]) -> Callable[..., Any]:
             if found is None:
                 raise
         if OPTIMIZERS in found:
-            found[OPTIMIZERS] = [_numbered(state) for state in found[OPTIMIZERS]]
-        return _moved(found, map_location)
+            found[OPTIMIZERS] = [_number_parameters(state) for state in found[OPTIMIZERS]]
+        return _move_tensors(found, map_location)
 
     return load_file_or_folder
 

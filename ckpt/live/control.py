@@ -86,9 +86,9 @@ class ControlServer:
             self._clients.discard(client)
             wire.close()  # before others hear of it
             for name, key in client.leases:
-                self._host.released(name, [key])
+                self._host.release(name, [key])
             for name in client.owns:
-                self._host.disowned(name)
+                self._host.disown(name)
 
     async def _serve_one(self, client: _Client) -> bool:
         waits = client.wire.ready(MOST_SECONDS)
@@ -132,9 +132,9 @@ class ControlServer:
         if isinstance(request, Reclaim):
             overdue = await self._retire(request)
             return {"ok": {"held": self._drop(request.name, request.version, overdue)}}, ()
-        return {"ok": self._changed(client, request)}, ()
+        return {"ok": self._apply(client, request)}, ()
 
-    def _changed(self, client: _Client, request: Request) -> dict[str, object]:
+    def _apply(self, client: _Client, request: Request) -> dict[str, object]:
         table, host = self._host.table, self._host
         if isinstance(request, Hello):
             return {"address": list(host.address), "server": host.server, "pid": os.getpid()}
@@ -149,7 +149,7 @@ class ControlServer:
             table.remove(request.name, request.wait_seconds, monotonic())
         elif isinstance(request, Drop):
             return {"held": self._drop(request.name, request.version, request.overdue)}
-        host.changed()
+        host.notify()
         return {}
 
     def _put(self, request: Put, descriptors: list[int]) -> None:
@@ -171,7 +171,7 @@ class ControlServer:
         name, host = request.name, self._host
         if request.address != host.address:
             raise RefusedError("unknown", f"{name} has the address {host.address} here")
-        key, lease = host.leased(name, request.which)
+        key, lease = host.lease(name, request.which)
         client.leases.append((name, key))
         client.got.add((name, lease.version))
         here: dict[str, object] = {}
@@ -202,15 +202,15 @@ class ControlServer:
     async def _retire(self, request: Retire | Reclaim) -> bool:
         table, (name, version) = self._host.table, (request.name, request.version)
         table.retire(name, version, request.wait_seconds, monotonic())
-        self._host.changed()
-        while (overdue := table.retired(name, version)) is None:
+        self._host.notify()
+        while (overdue := table.is_retired(name, version)) is None:
             await self._host.wait(STALL_SECONDS)
         return overdue
 
     def _drop(self, name: str, version: int, overdue: bool) -> bool:
         in_flight = self._host.is_in_flight(name, version, overdue)
         self._host.forget(self._host.table.drop(name, version))
-        self._host.changed()
+        self._host.notify()
         return in_flight or any((name, version) in client.got for client in self._clients)
 
     def _versions(self, name: str) -> dict[str, object]:

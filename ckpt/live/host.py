@@ -85,7 +85,7 @@ class Host:
         self._timer: asyncio.TimerHandle | None = None
         self._loop.call_later(START_SECONDS, self._end_if_idle)
 
-    def changed(self) -> None:
+    def notify(self) -> None:
         """Lets the table look at the time, and wakes all who wait for a change."""
         for gone in self.table.tick(monotonic()):
             self.forget(gone)
@@ -111,25 +111,25 @@ class Host:
         if self._timer is None or at < self._timer.when():
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = self._loop.call_at(at, self.changed)
+            self._timer = self._loop.call_at(at, self.notify)
 
-    def leased(self, name: str, version: int | None) -> tuple[str, VersionLease]:
+    def lease(self, name: str, version: int | None) -> tuple[str, VersionLease]:
         """Takes a lease on a version, or on the newest one; returns its key too."""
         key = secrets.token_hex(8)
         lease = self.table.lease(name, version, key, monotonic())
         self.due_in(lease.seconds)
         return key, lease
 
-    def released(self, name: str, keys: Iterable[str]) -> None:
+    def release(self, name: str, keys: Iterable[str]) -> None:
         """Ends leases whose reader has all bytes that it wants."""
         for key in keys:
             self.table.release(name, key)
-        self.changed()
+        self.notify()
 
-    def disowned(self, name: str) -> None:
+    def disown(self, name: str) -> None:
         """Takes notice that the connection of an owner has ended."""
         self.table.disown(name, monotonic())
-        self.changed()
+        self.notify()
         self._end_if_idle()
 
     def forget(self, gone: Forgotten) -> None:
@@ -141,7 +141,7 @@ class Host:
         self._left -= {(gone.name, gone.version, is_leased) for is_leased in (False, True)}
         self._end_if_idle()
 
-    def left(self, connection: HttpConnection) -> None:
+    def note_end(self, connection: HttpConnection) -> None:
         """Takes notice of a connection that has ended, perhaps before all its bytes were read."""
         for name, version, file in self.files:
             if self.files[name, version, file] is connection.content:
@@ -198,7 +198,7 @@ async def pull(
     """
     where = f"http://{authority(*source)}{path}"
     try:
-        wire = await _connected(source)
+        wire = await _connect(source)
         try:
             return await _copy(wire, where, source, path, token, reserve)
         finally:
@@ -208,7 +208,7 @@ async def pull(
         raise RefusedError("pull", f"{where}: the copy failed: {said}") from None
 
 
-async def _connected(source: Address) -> Wire:
+async def _connect(source: Address) -> Wire:
     # The system's resolver blocks, so that a thread asks it.
     found = await asyncio.to_thread(socket.getaddrinfo, *source, type=socket.SOCK_STREAM)
     family, kind, proto, _, where = found[0]
@@ -320,13 +320,13 @@ class LiveApp:
         if len(rest) == 1:
             _only(request, "DELETE")
             self._host.forget(self._table.drop(name, version))
-            self._host.changed()
+            self._host.notify()
             return json_answer({})
         return await self._file(request, name, version, rest[1])
 
-    def ended(self, connection: HttpConnection) -> None:
+    def on_end(self, connection: HttpConnection) -> None:
         """Takes notice of the end of a connection, whose reader may still have bytes to read."""
-        self._host.left(connection)
+        self._host.note_end(connection)
 
     async def _newest(self, request: HttpRequest, name: str) -> HttpAnswer:
         after, until = _after(request), monotonic() + _wait(request)
@@ -350,7 +350,7 @@ class LiveApp:
             raise RefusedError("unknown", f"{request.path:.200}: the form is /NAME/leases/ID")
         _only(request, "POST", "DELETE")
         if request.method == "DELETE":
-            self._host.released(name, rest)
+            self._host.release(name, rest)
             return json_answer({})
         version = self._table.renew(name, rest[0], monotonic())
         return json_answer({"version": version, "seconds": self._table.lease_seconds})
@@ -359,7 +359,7 @@ class LiveApp:
         body = object_of(request.body, "the body")
         if set(body) != {"version"}:
             raise RefusedError("protocol", 'the body of a lease is {"version": number or null}')
-        key, lease = self._host.leased(name, version_or_newest("version", body["version"]))
+        key, lease = self._host.lease(name, version_or_newest("version", body["version"]))
         found = {"lease": key, "version": lease.version, "seconds": lease.seconds}
         return json_answer({**found, **self._place(), "files": files_json(lease.files)})
 

@@ -92,12 +92,12 @@ def serve(ranks: Ranks, how: Listening) -> Hosts:
     """
 
     def start(token: str) -> HostServer:
-        return started(how, token)
+        return start_server(how, token)
 
-    rows = told(ranks, [*place_of_rank(), how.address, new_token()])
+    rows = gather(ranks, [*place_of_rank(), how.address, new_token()])
     networks = {row[1] for row in rows}
 
-    def checked() -> None:
+    def check() -> None:
         if len(networks) > 1 and how.address is None:
             raise ArgumentError(
                 f"the ranks that publish {how.name} are on {len(networks)} hosts, and their "
@@ -105,11 +105,13 @@ def serve(ranks: Ranks, how: Listening) -> Hosts:
                 "each host in the network of its readers"
             )
 
-    ranks.run_on_all("choosing an address", checked)
-    return led(ranks, how, [row[0] for row in rows], rows[0][3], start)
+    ranks.run_on_all("choosing an address", check)
+    return start_servers(ranks, how, [row[0] for row in rows], rows[0][3], start)
 
 
-def led(ranks: Ranks, how: Listening, places: Sequence[str], token: str, start: Start) -> Hosts:
+def start_servers(
+    ranks: Ranks, how: Listening, places: Sequence[str], token: str, start: Start
+) -> Hosts:
     """Returns the servers that the leaders start; `places` has the host of each rank.
 
     All ranks call this. If a leader fails, the servers of the others end.
@@ -129,7 +131,7 @@ def led(ranks: Ranks, how: Listening, places: Sequence[str], token: str, start: 
 
     try:
         ranks.run_on_all("starting the servers", begin)
-        rows = told(ranks, None if server is None else list(server.address))
+        rows = gather(ranks, None if server is None else list(server.address))
     except BaseException:
         if server is not None:
             with suppress(OSError):
@@ -139,7 +141,7 @@ def led(ranks: Ranks, how: Listening, places: Sequence[str], token: str, start: 
     return Hosts(how.name, token, host_of, addresses, ranks.rank, server)
 
 
-def started(how: Listening, token: str) -> HostServer:
+def start_server(how: Listening, token: str) -> HostServer:
     """Returns a new server on this host. Raises ExistsError if the name is served here."""
     address = how.address or LOOPBACK
     return HostServer.start(
@@ -152,14 +154,14 @@ def started(how: Listening, token: str) -> HostServer:
     )
 
 
-def told(ranks: Ranks, mine: object) -> list[Any]:
+def gather(ranks: Ranks, mine: object) -> list[Any]:
     """Returns what each rank tells. All ranks call this."""
     record = json.dumps(mine).encode()
 
     def join(records: Sequence[bytes]) -> bytes:
         return b"[" + b",".join(records) + b"]"
 
-    rows: list[Any] = json.loads(ranks.joined("meeting", record, join))
+    rows: list[Any] = json.loads(ranks.merge_records("meeting", record, join))
     return rows
 
 
@@ -203,17 +205,17 @@ class Dropped(IntEnum):
     """The server gave no answer: it may go on sending."""
 
 
-def dropped(hosts: Hosts, version: int, overdue: bool) -> Dropped:
+def drop(hosts: Hosts, version: int, overdue: bool) -> Dropped:
     """Drops a version on this host, and tells who still has its memory."""
-    return _told_by(hosts, lambda server: server.drop(version, overdue))
+    return _ask_to_drop(hosts, lambda server: server.drop(version, overdue))
 
 
-def reclaimed(hosts: Hosts, version: int, wait_seconds: float) -> Dropped:
-    """Retires a version that is on this host alone, and drops it as `dropped` does."""
-    return _told_by(hosts, lambda server: server.reclaim(version, wait_seconds))
+def reclaim(hosts: Hosts, version: int, wait_seconds: float) -> Dropped:
+    """Retires a version that is on this host alone, and drops it as `drop` does."""
+    return _ask_to_drop(hosts, lambda server: server.reclaim(version, wait_seconds))
 
 
-def _told_by(hosts: Hosts, ask: Callable[[HostServer], bool]) -> Dropped:
+def _ask_to_drop(hosts: Hosts, ask: Callable[[HostServer], bool]) -> Dropped:
     server = hosts.server
     if server is None:
         return Dropped.FREE
@@ -231,7 +233,7 @@ PULL_SECONDS = 600.0
 """The longest pull of one file."""
 
 
-def copied_from(hosts: Hosts, version: int, files: Sequence[tuple[str, Address]]) -> None:
+def copy_from(hosts: Hosts, version: int, files: Sequence[tuple[str, Address]]) -> None:
     """Returns once the server of this host has each of the files, from the server beside it.
 
     Raises StoreError if a server cannot be reached, or has no such file.

@@ -112,7 +112,7 @@ class App(Protocol):
     async def answer(self, request: HttpRequest) -> HttpAnswer:
         """Returns the answer."""
 
-    def ended(self, connection: HttpConnection) -> None:
+    def on_end(self, connection: HttpConnection) -> None:
         """Takes notice of the end of a connection, with the content of its last answer."""
 
 
@@ -168,7 +168,7 @@ class HttpServer:
             pass  # the other side has ended in the middle of an answer
         finally:
             self.connections.discard(connection)
-            self._app.ended(connection)
+            self._app.on_end(connection)
 
     async def _serve_all(self, connection: HttpConnection) -> None:
         wire, seconds = connection.wire, REQUEST_SECONDS
@@ -178,7 +178,7 @@ class HttpServer:
                 connection.content = None
                 answer = await self._answer(request)
             except RefusedError as refusal:
-                request, answer = None, refused(refusal)
+                request, answer = None, answer_refusal(refusal)
             await _send(connection, request, answer)
             if _is_last(request, answer):
                 await self._acceptor.silence(wire, wire.finish())
@@ -205,14 +205,14 @@ class HttpServer:
         try:
             return await self._app.answer(request)
         except RefusedError as refusal:
-            return refused(refusal)
+            return answer_refusal(refusal)
         except Exception:
             traceback.print_exc(file=sys.stderr)
             text = "the server has a bug, which its log tells"
-            return refused(RefusedError("internal", text))
+            return answer_refusal(RefusedError("internal", text))
 
 
-def refused(refusal: RefusedError) -> HttpAnswer:
+def answer_refusal(refusal: RefusedError) -> HttpAnswer:
     """Returns the answer that tells a refusal."""
     return json_answer(refusal.json(), refusal.status)
 

@@ -166,7 +166,7 @@ class HostServer:
         options = HostOptions(
             name, token, address, port, advertise or address, lease_seconds, memory_bytes
         )
-        answer = _started(name, options.message())
+        answer = _start(name, options.message())
         if "error" in answer:
             raise error_of(answer["error"], answer["message"])
         return cls(name)
@@ -236,7 +236,7 @@ class HostServer:
         a publisher has given up is read short, and a mapping of it would kill the process.
         """
         with self._answer(Get(self.name, version, file, token)) as (found, received):
-            return _taken({file: found["segments"]}, received)[file]
+            return _take_descriptors({file: found["segments"]}, received)[file]
 
     def take(
         self, which: int | None, address: Address, token: str
@@ -247,7 +247,7 @@ class HostServer:
         `get`); others may be here too. Refused unless the server has this address.
         """
         with self._answer(Take(self.name, which, address, token)) as (found, received):
-            return found, _taken(found.pop("here"), received)
+            return found, _take_descriptors(found.pop("here"), received)
 
     def versions(self) -> dict[int, VersionInfo]:
         """Returns the versions on this server, also those without a commit."""
@@ -350,7 +350,9 @@ class HostServer:
         return data, received
 
 
-def _taken(told: Mapping[str, object], received: list[int]) -> dict[str, tuple[Segment, ...]]:
+def _take_descriptors(
+    told: Mapping[str, object], received: list[int]
+) -> dict[str, tuple[Segment, ...]]:
     """Returns the segments of files with their descriptors, which it takes out of the list.
 
     Raises RefusedError unless each descriptor belongs to one file.
@@ -366,7 +368,7 @@ def _taken(told: Mapping[str, object], received: list[int]) -> dict[str, tuple[S
     }
 
 
-def _started(name: str, options: bytes) -> dict[str, Any]:
+def _start(name: str, options: bytes) -> dict[str, Any]:
     """Starts the process; returns its answer once it listens."""
     log = runtime.socket_path(name).with_suffix(".log")
     paths = [os.path.abspath(path) for path in sys.path]
@@ -415,7 +417,7 @@ def main() -> None:
     os.chdir("/")
     path = runtime.socket_path(options.name)
     try:
-        with runtime.locked(path.parent):
+        with runtime.lock(path.parent):
             _refuse_second(options.name)
             runtime.remove_dead()
             listener = listen(options.address, options.port)
@@ -446,7 +448,7 @@ class _Place:
         """Removes the socket, unless another server has taken its place."""
         if self.inode is None:
             return
-        with suppress(OSError), runtime.locked(self.path.parent):
+        with suppress(OSError), runtime.lock(self.path.parent):
             if runtime.inode(self.path) == self.inode:
                 self.path.unlink()
         self.inode = None

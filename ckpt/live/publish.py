@@ -23,18 +23,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.arguments import Uncopied
 from ckpt.errors import ClosedError
-from ckpt.live.hosts import Dropped, Hosts, Listening, copied_from, dropped, reclaimed, serve
+from ckpt.live.hosts import Dropped, Hosts, Listening, copy_from, drop, reclaim, serve
 from ckpt.live.protocol import LEASE_SECONDS, FileAt, Segment
 from ckpt.live.sealing import SealJob, in_memory, seal_job_message
-from ckpt.opening.in_flight import SaveQueue, told_by_this_call
-from ckpt.plan.reuse import collected_later
+from ckpt.opening.in_flight import SaveQueue, mark_errors_seen
+from ckpt.plan.reuse import pause_collection
 from ckpt.saving.agreement import (
     SaveAttempt,
     SaveOptions,
-    agreed_attempt,
+    agree_on_attempt,
     manifest_of,
-    packed,
-    unpacked,
+    pack_summary,
+    unpack_summary,
 )
 from ckpt.saving.arena import Arena
 from ckpt.saving.background import SaveHandle, begin
@@ -94,7 +94,7 @@ def publish(
     """
     ranks = Ranks(group, timeout)
 
-    def checked() -> None:
+    def check() -> None:
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise ArgumentError(f"name is {name!r:.80}; use only letters, digits, '.', '_' and '-'")
         if address is not None and not (isinstance(address, str) and address):
@@ -109,7 +109,7 @@ def publish(
             )
 
     with ranks.call("ckpt.publish"):
-        ranks.run_on_all("checking arguments", checked)
+        ranks.run_on_all("checking arguments", check)
         hosts = serve(ranks, Listening(name, address, lease_seconds))
     live = LiveState(hosts, state, group, lease_seconds, timeout)
     try:
@@ -194,9 +194,9 @@ class LiveState(Uncopied):
                 different versions.
             RankError: another rank failed; the error names the rank and its error.
         """
-        return self.updated(self._state, version, {}, {})
+        return self.update_state(self._state, version, {}, {})
 
-    def updated(
+    def update_state(
         self,
         state: object,
         version: int | None,
@@ -207,9 +207,9 @@ class LiveState(Uncopied):
         started = time.perf_counter()
         ranks = Ranks(self._group, self._timeout)
         later = Ranks(self._group, self._timeout, f"versions of {self.hosts.name}")
-        with told_by_this_call() as begun, ranks.call("LiveState.update", later):
+        with mark_errors_seen() as begun, ranks.call("LiveState.update", later):
             self._queue.wait()
-            with collected_later(), ExitStack() as stack:
+            with pause_collection(), ExitStack() as stack:
 
                 def choice() -> bytes:
                     ranks.doing("choosing a version")
@@ -221,7 +221,7 @@ class LiveState(Uncopied):
 
                 options = SaveOptions(overwrite=False, compress=False, metadata=dict(metadata))
                 arguments = {"version": version}
-                attempt, leaves = agreed_attempt(ranks, state, options, check, arguments, choice)
+                attempt, leaves = agree_on_attempt(ranks, state, options, check, arguments, choice)
                 number, slot = self._chosen(ranks, attempt.note)
                 shown = self.hosts.url.at(number).shown
                 handle = SaveHandle(shown, attempt.plan.nbytes, started)
@@ -272,7 +272,7 @@ class LiveState(Uncopied):
         index = 1 if self._slots[0].version == newest else 0
         slot, is_overdue = self._slots[index], False
         if slot.version is not None and is_one_host:
-            held = reclaimed(self.hosts, slot.version, self._lease_seconds)
+            held = reclaim(self.hosts, slot.version, self._lease_seconds)
             if held == Dropped.UNKNOWN:
                 self._newest_at_home()  # raises if the server has ended
             slot.held, slot.version = max(slot.held, held), None
@@ -290,7 +290,7 @@ class LiveState(Uncopied):
         if len(self.hosts.addresses) > 1:
             held = Dropped.FREE
             if slot.version is not None:
-                held = self._dropped_on_all(ranks, slot.version, is_overdue)
+                held = self._drop_on_all(ranks, slot.version, is_overdue)
         slot.held, slot.version = max(slot.held, Dropped(held)), None
         return number, index
 
@@ -307,10 +307,10 @@ class LiveState(Uncopied):
         overdue, error = result_or_error(lambda: server.retire(version, seconds))
         return bool(overdue) or error is not None
 
-    def _dropped_on_all(self, ranks: Ranks, version: int, overdue: bool) -> Dropped:
+    def _drop_on_all(self, ranks: Ranks, version: int, overdue: bool) -> Dropped:
         """Drops a version on each host; tells who still has its memory on this one."""
-        held = dropped(self.hosts, version, overdue)
-        everyone = ranks.joined("dropping a version", bytes([held]), b"".join)
+        held = drop(self.hosts, version, overdue)
+        everyone = ranks.merge_records("dropping a version", bytes([held]), b"".join)
         at_hosts = zip(everyone, self.hosts.host_of, strict=True)
         return Dropped(max(how for how, at in at_hosts if at == self.hosts.here))
 
@@ -373,7 +373,7 @@ class _Version:
 
     def end(self, ranks: Ranks, written: ShardSummary | None, error: Exception | None) -> None:
         """Commits the version, once all files are where they belong."""
-        records = ranks.gather("writing", packed(written), error)
+        records = ranks.gather("writing", pack_summary(written), error)
         hosts = self.live.hosts
         is_copied = self.live.replicas is not None
         made = _Made("", {}, {})
@@ -410,7 +410,7 @@ class _Version:
             for file, (_, host) in made.sizes.items()
             if host != hosts.here and hosts.here in self._holders(host)
         ]
-        copied_from(hosts, self.number, here)
+        copy_from(hosts, self.number, here)
 
     def _commit(self, made: _Made) -> None:
         server, hosts = self.live.hosts.server, self.live.hosts
@@ -442,4 +442,4 @@ class _Made(NamedTuple):
 
 
 def _summaries(records: list[bytes]) -> dict[int, ShardSummary]:
-    return {rank: unpacked(record) for rank, record in enumerate(records) if record}
+    return {rank: unpack_summary(record) for rank, record in enumerate(records) if record}

@@ -41,7 +41,9 @@ class Sealed:
         return ShardSummary(size, len(self.header), len(self.table), hasher.hexdigest())
 
 
-def sealed(items: Sequence[WriteItem], data: memoryview, advance: Callable[[int], None]) -> Sealed:
+def make_sealed(
+    items: Sequence[WriteItem], data: memoryview, advance: Callable[[int], None]
+) -> Sealed:
     """Returns header and table for `data`, which has the items end to end in a file's order.
 
     `advance` is called with the number of bytes done so far; an exception of it ends the work.
@@ -82,7 +84,7 @@ def seal(
     `arena` is the descriptor of the memory of `data`. Raises UnreachableError without a server.
     """
     job = SealJob(**{**fields, "plan": read_plan(fields["plan"])})
-    made = sealed(job.plan.items, data, advance)
+    made = make_sealed(job.plan.items, data, advance)
     frame = in_memory(made.header + made.table)
     try:
         head = len(made.header)

@@ -189,13 +189,13 @@ class FolderApp:
             raise RefusedError("method", f"{request.method}: the folder is read-only")
         return await asyncio.to_thread(self._answer, request)
 
-    def ended(self, connection: HttpConnection) -> None:
+    def on_end(self, connection: HttpConnection) -> None:
         """Returns at once: the bytes of a disk do not change in the system's buffers."""
 
     def _answer(self, request: HttpRequest) -> HttpAnswer:
         parts = _parts(request.path)
         try:
-            return self._answer_with(request, self._opened(parts))
+            return self._answer_with(request, self._open(parts))
         except OSError as error:
             raise _refusal(request, error) from None
 
@@ -213,7 +213,7 @@ class FolderApp:
             return json_answer({"files": files, "folders": folders})
         return _page(request, files, folders)
 
-    def _opened(self, parts: list[bytes]) -> int:
+    def _open(self, parts: list[bytes]) -> int:
         """Returns a descriptor of a file or folder in the folder. Raises OSError."""
         path = os.path.realpath(os.path.join(self._folder, *parts))
         self._check_inside(path)

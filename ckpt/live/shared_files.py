@@ -102,7 +102,7 @@ class SharedFile:
         self._segments = segments
         self._holder = holder
         self._ends = list(accumulate(one.nbytes for one in segments))
-        found = {at: _sealed(at) for at in {one.descriptor for one in segments}}
+        found = {at: _map_sealed(at) for at in {one.descriptor for one in segments}}
         self._sealed = [found[one.descriptor] for one in segments]
 
     def __del__(self) -> None:
@@ -177,7 +177,7 @@ class SharedFile:
         return segment.offset + offset - (self._ends[at] - segment.nbytes)
 
 
-def _sealed(descriptor: int) -> _SealedMemory | None:
+def _map_sealed(descriptor: int) -> _SealedMemory | None:
     """Maps memory, if there is room; None if the memory could become shorter."""
     if not is_sealed(descriptor):
         return None

@@ -107,25 +107,25 @@ class LiveStore(ReadOnlyStore):
     @property
     def read_bytes(self) -> int:
         """The best size of a read: that of a disk if all files are on this host."""
-        lease = self._leased()
-        is_here = all(self._shared(lease, name) is not None for name in lease.files)
+        lease = self._take_lease()
+        is_here = all(self._shared_file(lease, name) is not None for name in lease.files)
         return LOCAL_READ_BYTES if is_here else REMOTE_READ_BYTES
 
     @property
     def memory_name(self) -> str:
         """The name of the memory of the server on this host, if it has all files; else empty."""
-        lease, local = self._leased(), self._local
-        is_here = all(self._shared(lease, name) is not None for name in lease.files)
+        lease, local = self._take_lease(), self._local
+        is_here = all(self._shared_file(lease, name) is not None for name in lease.files)
         return f"{local.server}/{lease.version}" if is_here and local is not None else ""
 
     @property
     def version(self) -> int:
         """The version that the store reads."""
-        return self._leased().version
+        return self._take_lease().version
 
     def names(self) -> list[str]:
         """Returns the files of the version, sorted."""
-        return sorted(self._leased().files)
+        return sorted(self._take_lease().files)
 
     def entries(self, folder: str = "") -> list[str]:
         """Returns the files of the version; those of another version if `folder` is its number."""
@@ -136,7 +136,7 @@ class LiveStore(ReadOnlyStore):
 
     def sizes(self) -> dict[str, int]:
         """Returns the sizes of the files, by name."""
-        return {name: one.size for name, one in sorted(self._leased().files.items())}
+        return {name: one.size for name, one in sorted(self._take_lease().files.items())}
 
     def folders(self) -> list[str]:
         """Returns the versions, sorted by text; none for the URL of one version."""
@@ -198,17 +198,17 @@ class LiveStore(ReadOnlyStore):
             other[0].read_into(other[1], offset, *targets)
             return
         views = [target.cast("B") for target in targets if target.nbytes]
-        lease = self._renewed()
+        lease = self._renew_if_due()
         if name not in lease.files:
             raise GoneError(f"{self.url}/{name}")
         if not views:
             return
-        shared = self._shared(lease, name)
+        shared = self._shared_file(lease, name)
         if shared is None:
             self._fetch(lease, name, offset, views)
         elif shared.read_into(offset, views) < sum(map(len, views)):
             self._renew(lease)  # raises if the memory was taken away
-            raise self._truncated(name, offset, views, shared.size)
+            raise self._truncation_error(name, offset, views, shared.size)
 
     def in_place(
         self, name: str, offset: int, length: int
@@ -217,15 +217,15 @@ class LiveStore(ReadOnlyStore):
         other = self._other(name)
         if other is not None:
             return other[0].in_place(other[1], offset, length)
-        lease = self._renewed()
-        shared = self._shared(lease, name) if name in lease.files else None
+        lease = self._renew_if_due()
+        shared = self._shared_file(lease, name) if name in lease.files else None
         view = None if shared is None else shared.view(offset, length)
         if shared is None or view is None:
             return None
-        return self._lent(lease, shared, name, offset, view)
+        return self._lend(lease, shared, name, offset, view)
 
     @contextmanager
-    def _lent(
+    def _lend(
         self, lease: _Lease, shared: SharedFile, name: str, offset: int, view: memoryview
     ) -> Iterator[memoryview]:
         try:
@@ -233,7 +233,7 @@ class LiveStore(ReadOnlyStore):
         finally:
             if not shared.is_intact(offset):  # and not damaged, if the block says so
                 self._renew(lease)  # raises, because the memory was taken away
-                raise self._truncated(name, offset, [view], shared.size)
+                raise self._truncation_error(name, offset, [view], shared.size)
 
     def close(self) -> None:
         """Gives the lease back, and closes connections and descriptors."""
@@ -262,7 +262,7 @@ class LiveStore(ReadOnlyStore):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _leased(self) -> _Lease:
+    def _take_lease(self) -> _Lease:
         """Returns the lease; takes it if there is none (rule 1)."""
         with self._lock:
             if self._lease is None:
@@ -270,8 +270,8 @@ class LiveStore(ReadOnlyStore):
                 self.url = self._live.at(self._lease.version).shown
             return self._lease
 
-    def _renewed(self) -> _Lease:
-        lease = self._leased()
+    def _renew_if_due(self) -> _Lease:
+        lease = self._take_lease()
         if lease.is_due:
             with self._lock:
                 if lease.is_due:
@@ -293,15 +293,15 @@ class LiveStore(ReadOnlyStore):
         began = monotonic()
         with suppress(OSError):  # none on this host, or no folder for sockets
             self._local = self._local or HostServer(self._live.name, self._told.seconds)
-        taken = self._taken_here(version)
-        found, shared = taken or (self._taken_by_http(version), {})
+        taken = self._lease_here(version)
+        found, shared = taken or (self._lease_by_http(version), {})
         self._looked[self._home] = taken is not None or self._is_local(found.server)
         is_by_socket = taken is not None
         return _Lease(
             found.version, found.key, found.seconds, found.files, began, is_by_socket, shared
         )
 
-    def _taken_here(
+    def _lease_here(
         self, version: int | None
     ) -> tuple[LeaseAnswer, dict[str, SharedFile | None]] | None:
         """Takes a lease from the home server over its socket; None if it is not on this host."""
@@ -323,7 +323,7 @@ class LiveStore(ReadOnlyStore):
             return self._local is not None and self._local.server == server
         return False
 
-    def _taken_by_http(self, version: int | None) -> LeaseAnswer:
+    def _lease_by_http(self, version: int | None) -> LeaseAnswer:
         path = path_of(self._live.name, "leases")
         answer = self._client(self._home).ask("POST", path, {"version": version})
         try:
@@ -340,7 +340,7 @@ class LiveStore(ReadOnlyStore):
         other = self._other(name)
         if other is not None:
             return other[0]._file_at(other[1])
-        found = self._leased().files.get(name)
+        found = self._take_lease().files.get(name)
         if found is None:
             raise FileNotFoundError(ENOENT, os.strerror(ENOENT), f"{self.url}/{name}")
         return found
@@ -365,16 +365,16 @@ class LiveStore(ReadOnlyStore):
                 self._clients[address] = HttpClient(Place(*address), self._told)
             return self._clients[address]
 
-    def _shared(self, lease: _Lease, name: str) -> SharedFile | None:
+    def _shared_file(self, lease: _Lease, name: str) -> SharedFile | None:
         """Returns a file of this host by its descriptors; None for a file of other hosts."""
         if name in lease.shared:
             return lease.shared[name]
         with self._lock:
             if name not in lease.shared:
-                lease.shared[name] = self._found_here(lease, name)
+                lease.shared[name] = self._find_here(lease, name)
             return lease.shared[name]
 
-    def _found_here(self, lease: _Lease, name: str) -> SharedFile | None:
+    def _find_here(self, lease: _Lease, name: str) -> SharedFile | None:
         local = self._local
         if local is None or not any(map(self._is_here, lease.files[name].at)):
             return None
@@ -417,10 +417,10 @@ class LiveStore(ReadOnlyStore):
         """Returns the error for an answer without the bytes."""
         size = past_end(answer)
         if size is not None:
-            return self._truncated(name, offset, views, size)
-        return refused(answer, self.url, lease.version)
+            return self._truncation_error(name, offset, views, size)
+        return refusal_error(answer, self.url, lease.version)
 
-    def _truncated(
+    def _truncation_error(
         self, name: str, offset: int, views: Sequence[memoryview], size: int
     ) -> CorruptError:
         return CorruptError(
@@ -432,7 +432,7 @@ class LiveStore(ReadOnlyStore):
         """Returns the answer, unless its status is an error."""
         if answer.status < http.client.MULTIPLE_CHOICES:
             return answer
-        raise refused(answer, self._live.shown, version)
+        raise refusal_error(answer, self._live.shown, version)
 
 
 T = TypeVar("T")
@@ -464,7 +464,7 @@ class NewsAnswer:
 def lease_in(found: Mapping[str, object], where: str) -> LeaseAnswer:
     """Returns the lease in the object of an answer. Raises ProtocolError."""
 
-    def checked() -> LeaseAnswer:
+    def check() -> LeaseAnswer:
         return LeaseAnswer(
             version_in("version", found["version"]),
             _text(found["lease"]),
@@ -473,14 +473,14 @@ def lease_in(found: Mapping[str, object], where: str) -> LeaseAnswer:
             _text(found["server"]),
         )
 
-    return _read(checked, where)
+    return _read(check, where)
 
 
 def news_in(answer: Answer, where: str) -> NewsAnswer:
     """Returns the versions in an answer. Raises ProtocolError."""
     found = json_of(answer, where)
 
-    def checked() -> NewsAnswer:
+    def check() -> NewsAnswer:
         newest, versions = found["newest"], found["versions"]
         if not isinstance(versions, list):
             raise RefusedError("protocol", f"versions={versions!r:.80} is no list")
@@ -490,10 +490,10 @@ def news_in(answer: Answer, where: str) -> NewsAnswer:
             _text(found["server"]),
         )
 
-    return _read(checked, where)
+    return _read(check, where)
 
 
-def refused(answer: Answer, where: str, version: int | None) -> CkptError:
+def refusal_error(answer: Answer, where: str, version: int | None) -> CkptError:
     """Returns the error for an answer whose status is one."""
     try:
         found = decode_object(answer.body, where)

@@ -234,7 +234,7 @@ class Table:
             deadline = min(deadline, one.deadline)
         one.phase, one.deadline = Phase.RETIRING, deadline
 
-    def retired(self, name: str, version: int) -> bool | None:
+    def is_retired(self, name: str, version: int) -> bool | None:
         """Returns whether a retired version is overdue (rule 3); None while its leases last."""
         one = self._version(name, version)
         return None if one.leases else one.is_overdue

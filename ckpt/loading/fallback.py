@@ -36,7 +36,7 @@ from ckpt.errors import (
     UnreachableError,
     VersionGoneError,
 )
-from ckpt.loading.newest import UNREADABLE, committed
+from ckpt.loading.newest import UNREADABLE, list_committed
 from ckpt.stores.addresses import is_live, is_one_version
 from ckpt.stores.replacement_guard import TRIES
 from ckpt.stores.store import WEB, Options, absolute, is_file, join_url, split_url
@@ -50,7 +50,7 @@ from formats.errors import (
     TooLargeError,
 )
 from sharding.agreement.ranks import Ranks
-from sharding.errors import said
+from sharding.errors import describe_error
 
 TO_USER = 7
 """The stack level, in `_tell`, of the program that called `ckpt.load`."""
@@ -124,10 +124,10 @@ def load_or_older(
                 failure = ReplacedLoadError if is_replaced else PartialLoadError
                 raise failure(
                     f"{_partly_read(url, skipped)}; then {here} failed with "
-                    f"{type(error).__name__}: {said(error)}",
+                    f"{type(error).__name__}: {describe_error(error)}",
                     list(touched),
                 ) from error
-            skipped.append(Skipped(here, kind, said(error)))
+            skipped.append(Skipped(here, kind, describe_error(error)))
             older = _older(ranks, url, fallback, options) if older is None else older
             if not older:  # places may have been removed since they were listed
                 now = again()
@@ -190,7 +190,7 @@ def older_beside(url: Url, options: Options) -> list[str]:
     if is_file(url, options):
         return []
     folder, name = _folder_and_name(url)
-    beside = committed(folder, options)
+    beside = list_committed(folder, options)
     for at, one in enumerate(beside):
         if one.name == name:
             return [older.name for older in beside[at + 1 :]]

@@ -36,12 +36,12 @@ from ckpt.match.selection import Selection, map_selected
 from ckpt.opening.sources import COMPARED, Source, open_source
 from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
 from ckpt.state.memory import check_range, empty_for, memory_of, torch_dtype
-from ckpt.state.state_spec import versioned
-from ckpt.state.typed_values import opened
+from ckpt.state.state_spec import with_versions
+from ckpt.state.typed_values import restore_values
 from ckpt.stores.replacement_guard import unless_replaced
 from ckpt.stores.store import Options
 from ckpt.transfer.read import read_requests
-from ckpt.transfer.record_sums import Verify, checked_verify
+from ckpt.transfer.record_sums import Verify, check_verify
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree, map_tree
 from formats.errors import UnsupportedError
 from formats.storage import LOCAL_READ_BYTES, Reader
@@ -244,7 +244,7 @@ class Checkpoint(Uncopied, Mapping[str, TensorHandle], AbstractContextManager["C
         storage_options: Options = None,
         changes: Changes | None = None,
     ) -> None:
-        self._verify = checked_verify(verify)
+        self._verify = check_verify(verify)
         self._has_told = False
         context = open_source(url, storage_options)
         self._source: Source | None = context.__enter__()
@@ -254,7 +254,7 @@ class Checkpoint(Uncopied, Mapping[str, TensorHandle], AbstractContextManager["C
         if changes is not None and changes.mappings:
             try:
                 weights = replace(changes, select=self.catalog.weights or None)
-                self.catalog = weights.applied(self._source).catalog
+                self.catalog = weights.apply(self._source).catalog
             except BaseException:
                 self.close()
                 raise
@@ -262,7 +262,7 @@ class Checkpoint(Uncopied, Mapping[str, TensorHandle], AbstractContextManager["C
     @property
     def url(self) -> str:
         """The path or URL with which the checkpoint was opened."""
-        return self._opened().url
+        return self._open_source().url
 
     @property
     def metadata(self) -> Mapping[str, str]:
@@ -349,9 +349,9 @@ class Checkpoint(Uncopied, Mapping[str, TensorHandle], AbstractContextManager["C
         memory: list[memoryview] = []
         box_copies = BoxCopies()
 
-        def asked(leaf: Tree, _: str) -> object:
+        def target_of(leaf: Tree, _: str) -> object:
             if not isinstance(leaf, TensorRef):
-                return opened(leaf)
+                return restore_values(leaf)
             if leaf.name not in tensors:
                 record = self.catalog.tensors[leaf.name]
                 tensor = empty_for(record, record.shape)
@@ -361,7 +361,7 @@ class Checkpoint(Uncopied, Mapping[str, TensorHandle], AbstractContextManager["C
                 tensors[leaf.name] = tensor
             return leaf
 
-        nest = map_selected(self.catalog.tree, selection, asked)
+        nest = map_selected(self.catalog.tree, selection, target_of)
         self._read(requests, memory, stacklevel=6)
         if dtype is not None:
             for name, tensor in tensors.items():
@@ -370,13 +370,13 @@ class Checkpoint(Uncopied, Mapping[str, TensorHandle], AbstractContextManager["C
         state = map_tree(
             nest, lambda node: tensors[node.name] if isinstance(node, TensorRef) else node
         )
-        return versioned(state, self.catalog.versions)
+        return with_versions(state, self.catalog.versions)
 
     def _read(
         self, requests: Sequence[ReadRequest], memory: Sequence[memoryview], stacklevel: int
     ) -> None:
         """Reads the requests. Warns once if some bytes could not be verified."""
-        source = self._opened()
+        source = self._open_source()
         unverified = read_requests(self._reader, requests, memory, self._verify)
         if unverified and not self._has_told:
             self._has_told = True
@@ -390,7 +390,7 @@ class Checkpoint(Uncopied, Mapping[str, TensorHandle], AbstractContextManager["C
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _opened(self) -> Source:
+    def _open_source(self) -> Source:
         if self._source is None:
             raise ClosedError("the checkpoint was closed; open it again to read")
         return self._source
@@ -420,7 +420,7 @@ class KeptReads:
         if end - offset > MOST_KEPT_BYTES:
             self._reader.read_into(name, offset, *targets)
             return
-        data = self._found(name, offset, end)
+        data = self._find(name, offset, end)
         if data is None:
             found = bytearray(end - offset)
             self._reader.read_into(name, offset, memoryview(found))
@@ -439,7 +439,7 @@ class KeptReads:
                 if key[0] == name and key[1] < hi and lo < key[2]:
                     self._kept_bytes -= len(self._kept.pop(key))
 
-    def _found(self, name: str, lo: int, hi: int) -> bytes | None:
+    def _find(self, name: str, lo: int, hi: int) -> bytes | None:
         """Returns the bytes if they were kept, in one read or in several that touch."""
         parts, at = [], lo
         with self._lock:

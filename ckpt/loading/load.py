@@ -29,7 +29,7 @@ from ckpt.loading.fallback import Loaded, Url, load_or_older
 from ckpt.mapping.changes import Changes, MappingName
 from ckpt.match.match import match
 from ckpt.match.match_builder import Casting, Fit, Match, casting_of
-from ckpt.match.match_stateful import wanted
+from ckpt.match.match_stateful import select_weights
 from ckpt.match.overlaps import check_fits, check_preflight_scalars, differences, fingerprints
 from ckpt.match.selection import Selection
 from ckpt.opening.sources import Source, open_source
@@ -42,15 +42,15 @@ from ckpt.plan.load_plan import (
     plan_load,
 )
 from ckpt.plan.read_plan import BoxCopies
-from ckpt.plan.reuse import collected_later
+from ckpt.plan.reuse import pause_collection
 from ckpt.state.memory import will_change
 from ckpt.state.patterns import Rename
 from ckpt.state.saved import Saved
 from ckpt.stores.addresses import is_live, is_newest, parse
 from ckpt.stores.store import Options
 from ckpt.transfer.read import ReadPolicy, Unchanged
-from ckpt.transfer.record_sums import RecordSums, Verify, checked_verify
-from ckpt.transfer.run import FileSource, LoadRun, SharedTargets, failed_elsewhere, half_loaded
+from ckpt.transfer.record_sums import RecordSums, Verify, check_verify
+from ckpt.transfer.run import FileSource, LoadRun, SharedTargets, half_loaded, name_touched
 from formats.native.shard import Progress
 from formats.storage import LOCAL_READ_BYTES, REMOTE_READ_BYTES, memory_name
 from sharding.agreement.channel import TIMEOUT_SECONDS
@@ -171,14 +171,14 @@ def load(
     ranks = Ranks(group, timeout)
     own_group = None if isinstance(group, str) else group  # of one process: no tensor travels
 
-    def checked() -> LoadOptions:
+    def check() -> LoadOptions:
         check_order(CALL, url, state)
         _check_fallback(fallback)
         check_word("replicas", replicas, get_args(ReplicaReads))
         check_word("unchanged", unchanged, get_args(UnchangedReads))
         return replace(
             load_options(strict, mapping, parameters, rename, include, exclude, dtype, casting),
-            verify=checked_verify(verify),
+            verify=check_verify(verify),
             group=own_group,
             progress=progress,
             replicas=replicas,
@@ -187,7 +187,7 @@ def load(
         )
 
     try:
-        options = checked()
+        options = check()
     except Exception:
         with ranks.call(CALL):  # tells the other ranks, which wait in this call
             raise
@@ -252,12 +252,12 @@ def load_partly(
 
 def load_once(ranks: Ranks, url: Url, state: object, options: LoadOptions) -> Loaded:
     """Fills the target from one checkpoint. All ranks call this; communicates."""
-    with ranks.call(CALL), collected_later(), ExitStack() as stack:
-        matched, agreed = agreed_source(ranks, os.fspath(url), state, options, stack)
-        plans, budget = agreed_plans(ranks, matched, agreed, options)
+    with ranks.call(CALL), pause_collection(), ExitStack() as stack:
+        matched, agreed = agree_on_source(ranks, os.fspath(url), state, options, stack)
+        plans, budget = agree_on_plans(ranks, matched, agreed, options)
         share = matched.share if agreed.same["share"] else NOTHING_SHARED
         run = _Run(ranks, matched, plans, options, budget, share)
-        with failed_elsewhere(run.names):
+        with name_touched(run.names):
             read, told = ranks.run_and_compare("loading", run.read, dict)
             if plans.exchanged:
                 ranks.run_on_all("exchanging elements that were read", run.exchange)
@@ -355,7 +355,7 @@ class LoadOptions:
     """The call of the user, which an error names to be repeated with other arguments."""
 
 
-def agreed_source(
+def agree_on_source(
     ranks: Ranks, url: str, state: object, options: LoadOptions, stack: ExitStack
 ) -> tuple[Matched, Agreement]:
     """Opens the checkpoint on all ranks until `stack` ends, and compares what they found.
@@ -363,13 +363,13 @@ def agreed_source(
     All ranks call this. Communicates. If a version of a live state is published meanwhile, the
     ranks open different ones, each the newest; all of them then open that of rank 0.
     """
-    opening = partial(_matched, ranks, url, state, options, stack)
+    opening = partial(_match, ranks, url, state, options, stack)
     matched, agreed = ranks.run_and_compare(MATCHING, opening, Matched.fingerprints)
     if agreed.same["source"] or not is_newest(url):
         return matched, agreed
     version = parse(matched.source.url).version
     version = int(ranks.broadcast(str(version).encode()))
-    opening = partial(_matched, ranks, str(parse(url).at(version)), state, options, stack)
+    opening = partial(_match, ranks, str(parse(url).at(version)), state, options, stack)
     return ranks.run_and_compare(MATCHING, opening, Matched.fingerprints)
 
 
@@ -432,7 +432,7 @@ class Matched:
         )
 
 
-def _matched(
+def _match(
     ranks: Ranks, url: Url, state: object, options: LoadOptions, stack: ExitStack
 ) -> Matched:
     """Opens the checkpoint until `stack` ends and matches it with the target. Changes nothing."""
@@ -441,9 +441,9 @@ def _matched(
     if is_newest(source.url):
         version = parse(source.store.url).version
         source = replace(source, url=str(parse(source.url).at(version)))
-    source = replace(source, catalog=wanted(source.catalog, state))
+    source = replace(source, catalog=select_weights(source.catalog, state))
     if options.changes.mappings:
-        source = replace(source, catalog=options.changes.applied(source).catalog)
+        source = replace(source, catalog=options.changes.apply(source).catalog)
     saved = Saved(source.catalog, options.fit.rename)
     fit = replace(options.fit, strict=options.fit.strict and not options.forgiven)
     found = match(saved, state, fit, ranks.mesh)
@@ -497,7 +497,7 @@ def _are_exchanged(replicas: str, source: Source) -> bool:
     return replicas == "exchange"
 
 
-def agreed_plans(
+def agree_on_plans(
     ranks: Ranks, matched: Matched, agreed: Agreement, options: LoadOptions
 ) -> tuple[Plans, int]:
     """Returns this rank's plans once all ranks have theirs, and the bytes for exchanges.
@@ -515,7 +515,7 @@ def agreed_plans(
     found = differences(ranks, matched.match, same["unexpected"], same["idle"])
     warns = ranks.rank == 0 or not same["differing"]
     check = partial(check_fits, url, found, options.fit.strict, warns, TO_USER, options.call)
-    checking = partial(_checked_plans, matched, ranks, check)
+    checking = partial(_check_plans, matched, ranks, check)
     plans, told = ranks.run_and_compare(
         PLANNING,
         partial(checking, matched.exchanges),
@@ -527,7 +527,7 @@ def agreed_plans(
     return plans, told.number
 
 
-def _checked_plans(
+def _check_plans(
     matched: Matched, ranks: Ranks, check: Callable[[], None], exchanges: bool
 ) -> Plans:
     """Returns the plans, unless `check` raises an error."""

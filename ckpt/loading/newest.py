@@ -178,7 +178,7 @@ def newest_sound(
     folder: str | os.PathLike[str], verify: bool, options: Options
 ) -> tuple[str, list[Skipped]]:
     """Returns the result of `latest` and the newer checkpoints that are not sound. Raises alike."""
-    listing = looked_into(folder, options)
+    listing = list_checkpoints(folder, options)
     left = LISTINGS
     while True:
         failure, found, left = None, ("", list[Skipped]()), left - 1
@@ -188,7 +188,7 @@ def newest_sound(
             failure = error
         if failure is None and not found[1]:
             return found
-        before, listing = listing, looked_into(folder, options)
+        before, listing = listing, list_checkpoints(folder, options)
         if left and listing.newest != before.newest:
             continue
         if failure is not None:
@@ -226,12 +226,12 @@ def _newest_sound(
     raise NotACheckpointError(f"{os.fspath(folder)}: {_what_is_there(folder, options)}")
 
 
-def committed(folder: str | os.PathLike[str], options: Options) -> list[Committed]:
+def list_committed(folder: str | os.PathLike[str], options: Options) -> list[Committed]:
     """Returns the checkpoints of a folder that can be read, sound or not, newest first."""
-    return looked_into(folder, options).newest
+    return list_checkpoints(folder, options).newest
 
 
-def looked_into(
+def list_checkpoints(
     folder: str | os.PathLike[str],
     options: Options,
     with_bases: bool = False,
@@ -292,7 +292,7 @@ def _time(store: Store, name: str, metadata: Mapping[str, str], found: Checkpoin
     time = metadata.get("time", "")
     if _TIME.fullmatch(time):
         return time
-    written = found.written(store, name)
+    written = found.written_at(store, name)
     return "" if written is None else strftime(_TIME_FORMAT, gmtime(written))
 
 

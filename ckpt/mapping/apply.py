@@ -32,7 +32,7 @@ from ckpt.state.patterns import is_plain, matches, prefix_in, renamer
 from ckpt.state.saved import holds_tensor, leaves
 from formats.catalog import Catalog, Key, TensorRecord, TensorRef, Tree, join
 from formats.native.tree import ROOT
-from sharding.errors import ArgumentError, listed
+from sharding.errors import ArgumentError, format_names
 
 SHOWN_NAMES = 3
 
@@ -48,12 +48,12 @@ class Mapped:
     """The names in the checkpoint that a mapping left out."""
 
     @classmethod
-    def unchanged(cls, catalog: Catalog) -> Mapped:
+    def identity(cls, catalog: Catalog) -> Mapped:
         """Returns a catalog in which each name comes from itself."""
         return cls(catalog, {name: (name,) for name, _ in leaves(catalog.tree)})
 
 
-def mapped(before: Mapped, mapping: TensorMapping, parameters: Mapping[str, int]) -> Mapped:
+def map_catalog(before: Mapped, mapping: TensorMapping, parameters: Mapping[str, int]) -> Mapped:
     """Returns a catalog with the new names and shapes. Reads nothing.
 
     `parameters` has the sizes that the rules name.
@@ -80,8 +80,8 @@ def mapped(before: Mapped, mapping: TensorMapping, parameters: Mapping[str, int]
     for name, first in tied.items():
         if name in outputs and first in outputs:
             outputs[first] |= outputs.pop(name)
-    tensors, aliases, sources = _named(outputs, mapping)
-    tree = renamed_tree(
+    tensors, aliases, sources = _name_outputs(outputs, mapping)
+    tree = rename_tree(
         catalog.tree,
         lambda name, leaf: [
             (new, TensorRef(aliases.get(new, new)) if made.record is not None else leaf)
@@ -136,7 +136,7 @@ class _Claims:
             for rule in ordered:
                 if rule.rearrange is None:
                     if matches(rule.sources[0], name):
-                        renames[name] = rule, _renamed(rule, name)
+                        renames[name] = rule, _rename(rule, name)
                         break
                 elif isinstance(leaf, TensorRef):
                     member = member_of(rule, name)
@@ -146,7 +146,7 @@ class _Claims:
             else:
                 prefix = prefix_in(prefixes, name)
                 if prefix is not None:
-                    renames[name] = prefixes[prefix], _renamed(prefixes[prefix], name)
+                    renames[name] = prefixes[prefix], _rename(prefixes[prefix], name)
         if mapping.strict:
             _check_none_left(
                 mapping,
@@ -170,14 +170,15 @@ def _is_prefix(rule: Rule) -> bool:
     return rule.rearrange is None and is_plain(rule.sources[0])
 
 
-def _renamed(rule: Rule, name: str) -> str:
+def _rename(rule: Rule, name: str) -> str:
     return renamer({rule.sources[0]: rule.targets[0]})(name)
 
 
 def _check_none_left(mapping: TensorMapping, names: Sequence[str]) -> None:
     if names:
         raise ArgumentError(
-            f"{mapping.name} has no rule for {listed(names, SHOWN_NAMES)}: the checkpoint is of "
+            f"{mapping.name} has no rule for {format_names(names, SHOWN_NAMES)}: the "
+            "checkpoint is of "
             "another model, or holds more: select= takes the model alone, and exclude= leaves "
             "tensors out",
             names=names,
@@ -250,7 +251,7 @@ def _place(named: tuple[str, Member]) -> tuple[int, Indices]:
     return named[1].part, named[1].indices
 
 
-def _named(
+def _name_outputs(
     outputs: Mapping[str, Mapping[str, _Made]], mapping: TensorMapping
 ) -> tuple[dict[str, TensorRecord], dict[str, str], dict[str, tuple[str, ...]]]:
     """Returns the tensors and tied names by their new names, and the origins of all names."""
@@ -288,14 +289,14 @@ class Named:
     key: Key
 
 
-def renamed_tree(tree: Tree, leaf: Callable[[str, Tree], Iterable[tuple[str, Tree]]]) -> Tree:
+def rename_tree(tree: Tree, leaf: Callable[[str, Tree], Iterable[tuple[str, Tree]]]) -> Tree:
     """Returns a tree with `leaf(name, node)` in the place of each leaf: names with new leaves.
 
     The leaves are those of `ckpt.state.saved.leaves`. No two new leaves have one name.
 
-    >>> renamed_tree({"m": {"a": 1}, "s": 2}, lambda name, node: [(name.replace("m", "net"), node)])
+    >>> rename_tree({"m": {"a": 1}, "s": 2}, lambda name, node: [(name.replace("m", "net"), node)])
     {'net': {'a': 1}, 's': 2}
-    >>> renamed_tree({"m": {"a": 1, "b": 2}}, lambda name, node: [(name.replace("a", "c.d"), node)])
+    >>> rename_tree({"m": {"a": 1, "b": 2}}, lambda name, node: [(name.replace("a", "c.d"), node)])
     {'m': {'c.d': 1, 'b': 2}}
     """
     entries = _walk(tree, "", leaf)

@@ -38,7 +38,7 @@ class Casts:
         given = {**dtype} if isinstance(dtype, Mapping) else every
         for pattern in given:
             expression(pattern)  # raises for a regular expression that is none
-        return cls(tuple((pattern, _checked(name)) for pattern, name in given.items()))
+        return cls(tuple((pattern, _check_dtype(name)) for pattern, name in given.items()))
 
     @property
     def of_all(self) -> DType | None:
@@ -56,7 +56,7 @@ class Casts:
         found = next((pattern for pattern, _ in self.patterns if matches(pattern, name)), "*")
         return found != "*"
 
-    def written(self, name: str, record: TensorRecord) -> DType:
+    def written_dtype(self, name: str, record: TensorRecord) -> DType:
         """Returns the dtype with which a tensor is written under a name."""
         target = self.of_name(name)
         return target if target is not None and record.dtype.name in FLOATS else record.dtype
@@ -72,7 +72,7 @@ class Casts:
 NO_CASTS = Casts(())
 
 
-def _checked(name: object) -> DType | None:
+def _check_dtype(name: object) -> DType | None:
     if name is None:
         return None
     if not isinstance(name, str) or name.removeprefix("torch.") not in get_args(DtypeName):

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Literal, TypeGuard
 
 from ckpt.arguments import check_word
-from ckpt.mapping.apply import Mapped, mapped
+from ckpt.mapping.apply import Mapped, map_catalog
 from ckpt.mapping.model_files import (
     ModelFiles,
     config_in,
@@ -38,7 +38,7 @@ from ckpt.mapping.model_files import (
 )
 from ckpt.mapping.rules import Rule, TensorMapping, parse_mapping, read_mapping_file
 from ckpt.mapping.structure import names_of
-from ckpt.match.selection import Selection, map_selected, selected
+from ckpt.match.selection import Selection, is_selected, map_selected
 from ckpt.opening.sources import Source
 from ckpt.state.saved import Missing, Saved, holds_tensor, nodes_in
 from formats.catalog import Catalog, Key, TensorRef, Tree, join
@@ -114,7 +114,7 @@ class Changes:
                 "a model's files; leave it out, or give a mapping"
             )
 
-    def applied(self, source: Source) -> Mapped:
+    def apply(self, source: Source) -> Mapped:
         """Returns the catalog of a checkpoint after the changes.
 
         Raises:
@@ -127,7 +127,7 @@ class Changes:
             select = _place(source, self.part)
         found = _chosen(source, select, self.selection)
         for mapping, parameters in zip(self.mappings, self.parameters_of(source), strict=True):
-            found = mapped(found, mapping, parameters)
+            found = map_catalog(found, mapping, parameters)
         return found
 
     def parameters_of(self, source: Source) -> tuple[Mapping[str, int], ...]:
@@ -135,7 +135,7 @@ class Changes:
         given = self.parameters or {}
         is_complete = all(set(mapping.parameters) <= set(given) for mapping in self.mappings)
         config = {} if is_complete else self._config(source)
-        return tuple({**_configured(mapping, config), **given} for mapping in self.mappings)
+        return tuple({**_config_parameters(mapping, config), **given} for mapping in self.mappings)
 
     def model_files(self, source: Source) -> ModelFiles:
         """Returns the configuration and tokenizer for a new folder (`ckpt.mapping.model_files`)."""
@@ -171,7 +171,7 @@ def read_mapping(mapping: MappingName) -> TensorMapping:
         return mapping
     name = os.fspath(mapping)
     is_path = isinstance(mapping, os.PathLike) or Path(name).suffix in (".toml", ".json")
-    return read_mapping_file(name) if is_path or os.sep in name else known_mapping(name)
+    return read_mapping_file(name) if is_path or os.sep in name else find_mapping(name)
 
 
 def _check_used(parameters: Mapping[str, int], mappings: Sequence[TensorMapping]) -> None:
@@ -192,7 +192,7 @@ def _renames(rename: Mapping[str, str], where: str) -> TensorMapping:
     return TensorMapping(where, rules)
 
 
-def _configured(mapping: TensorMapping, config: Mapping[str, object]) -> dict[str, int]:
+def _config_parameters(mapping: TensorMapping, config: Mapping[str, object]) -> dict[str, int]:
     """Returns the parameters of a mapping that a model's configuration has."""
     found: dict[str, int] = {}
     for name, keys in mapping.parameters.items():
@@ -206,14 +206,14 @@ def _chosen(source: Source, select: str, selection: Selection) -> Mapped:
     """Returns the selected part of a catalog, under names without `select`."""
     url, catalog = without_secrets(source.url), source.catalog
     tree = _below(catalog, select, url)
-    if isinstance(tree, dict) and "" in tree and selected(tree[""], "", selection):
+    if isinstance(tree, dict) and "" in tree and is_selected(tree[""], "", selection):
         raise UnsupportedError(
             f"{url}: the name of a top entry is empty; save the entry under another name, or leave "
             "it out (exclude='')"
         )
     selection.check_chooses(set(names_of(tree)), url)
     tree = map_selected(tree, selection, lambda leaf, _: leaf)
-    found = Mapped.unchanged(replace(catalog, tree=tree))
+    found = Mapped.identity(replace(catalog, tree=tree))
     if not select:
         return found
     found = replace(found, catalog=replace(found.catalog, optimizers={}))  # by other paths
@@ -342,11 +342,11 @@ def parameters_in(catalog: Catalog) -> int:
     if isinstance(tree, dict) and not place:
         tree = {key: item for key, item in tree.items() if not is_of_training(key)}
     tied = catalog.aliases
-    names = {tied.get(name, name) for name in weights_in(catalog, _known(tree), place)}
+    names = {tied.get(name, name) for name in weights_in(catalog, _tree_or_empty(tree), place)}
     return sum(prod(catalog.tensors[name].shape) for name in names if name in catalog.tensors)
 
 
-def _known(tree: Tree | Missing) -> Tree:
+def _tree_or_empty(tree: Tree | Missing) -> Tree:
     return {} if isinstance(tree, Missing) else tree
 
 
@@ -394,12 +394,12 @@ def _is_optimizer(tree: object) -> TypeGuard[dict[Key, Tree]]:
 FAMILIES = files(__package__).joinpath("families")
 
 
-def known_names() -> tuple[str, ...]:
+def mapping_names() -> tuple[str, ...]:
     """Returns the names of the mappings, both directions of each, sorted."""
     return tuple(sorted(_names()))
 
 
-def known_mapping(name: str) -> TensorMapping:
+def find_mapping(name: str) -> TensorMapping:
     """Returns the mapping with this name.
 
     Raises:
@@ -408,7 +408,8 @@ def known_mapping(name: str) -> TensorMapping:
     found = _names().get(name)
     if found is None:
         raise ArgumentError(
-            f"{name!r} is neither a mapping nor a file; the mappings are {', '.join(known_names())}"
+            f"{name!r} is neither a mapping nor a file; the mappings are "
+            f"{', '.join(mapping_names())}"
         )
     file, is_inverse = found
     text = FAMILIES.joinpath(file).read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from ckpt.mapping.rules import (
     Dims,
     Rule,
     axes_of,
-    expanded,
+    expand,
     name_axes,
     name_with,
     names_matching,
@@ -107,7 +107,7 @@ class Group:
         first = self.records[0, (0,) * len(axes)]
         left = with_rank(rearrange.left, len(first.shape), first.name)
         extra = len(left) - len([dim for dim in rearrange.left if dim != ("...",)])
-        right = expanded(rearrange.right, extra)
+        right = expand(rearrange.right, extra)
         array = self._array(left, axes, counts)
         return self._parts_of(array, right, dtype)
 
@@ -151,13 +151,13 @@ class Group:
 
     def _array(self, left: Dims, axes: Sequence[str], counts: Indices) -> _Array:
         """Returns the array over all axes of the rule."""
-        known = self._known((*axes_of(left), *axes_of(self._right)))
+        known = self._given_sizes((*axes_of(left), *axes_of(self._right)))
         flat = axes_of(left)
         parts = []
         lengths: list[int] = []
         sizes: dict[str, int] = {}
         for part in range(len(self.rule.sources)):
-            stacked, own = self._stacked(part, left, known, counts)
+            stacked, own = self._stack(part, left, known, counts)
             for axis, size in own.items():
                 if axis != PARTS and sizes.setdefault(axis, size) != size:
                     raise ArgumentError(
@@ -188,7 +188,7 @@ class Group:
                 f"model, not {dict(self.parameters)}"
             )
 
-    def _stacked(
+    def _stack(
         self, part: int, left: Dims, known: Mapping[str, int], counts: Indices
     ) -> tuple[View, dict[str, int]]:
         """Returns the tensors of one source over its axes, with the sizes of these."""
@@ -203,7 +203,7 @@ class Group:
             if other is not None:
                 raise self._unlike(record, part)
             sizes = own
-            views.append(_unflattened(Stored(record.shape, record.pieces), left, own))
+            views.append(_unflatten(Stored(record.shape, record.pieces), left, own))
         for depth in range(len(counts) - 1, -1, -1):
             size = counts[depth]
             rows = [Inserted(view, 0) for view in views]
@@ -228,7 +228,7 @@ class Group:
             for indices in product(*map(range, counts)):
                 named = dict(zip(axes, indices, strict=True))
                 part = array.part(named, lo, hi)
-                view = _flattened(part.ordered(axes_of(right)), right)
+                view = _flatten(part.permute(axes_of(right)), right)
                 name = name_with(self.rule.targets[number], self.texts, named)
                 if name in found:
                     raise ArgumentError(f"{self.rule.where}: two tensors get the name {name}")
@@ -257,7 +257,7 @@ class Group:
         assert self.rule.rearrange is not None
         return self.rule.rearrange.right
 
-    def _known(self, axes: Sequence[str]) -> dict[str, int]:
+    def _given_sizes(self, axes: Sequence[str]) -> dict[str, int]:
         """Returns the sizes that the rule or a parameter gives."""
         sizes = {axis: axis for axis in axes if axis in self.parameters} | dict(self.rule.sizes)
         return {
@@ -300,13 +300,13 @@ class _Array:
             view = Narrowed(view, axes.index(PARTS), lo, hi)
         return _Array(view, axes)
 
-    def ordered(self, axes: Sequence[str]) -> View:
+    def permute(self, axes: Sequence[str]) -> View:
         """Returns the view with its axes in this order."""
         order = tuple(self.axes.index(axis) for axis in axes)
         return self.view if order == tuple(range(len(order))) else Permuted(self.view, order)
 
 
-def _unflattened(view: View, dims: Dims, sizes: Mapping[str, int]) -> View:
+def _unflatten(view: View, dims: Dims, sizes: Mapping[str, int]) -> View:
     """Returns the view with a dimension for each axis."""
     at = 0
     for dim in dims:
@@ -316,7 +316,7 @@ def _unflattened(view: View, dims: Dims, sizes: Mapping[str, int]) -> View:
     return view
 
 
-def _flattened(view: View, dims: Dims) -> View:
+def _flatten(view: View, dims: Dims) -> View:
     """Returns the view, with a dimension for each axis, in these dimensions."""
     for at, dim in enumerate(dims):
         if len(dim) > 1:

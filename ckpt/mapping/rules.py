@@ -360,10 +360,10 @@ def with_rank(dims: Dims, rank: int, where: str) -> Dims:
     extra = rank - sum(dim != (ELLIPSIS,) for dim in dims)
     if extra < 0 or (extra and (ELLIPSIS,) not in dims):
         raise ArgumentError(f"{where} has {rank} dimensions, the rule has `{_text(dims)}`")
-    return expanded(dims, extra)
+    return expand(dims, extra)
 
 
-def expanded(dims: Dims, extra: int) -> Dims:
+def expand(dims: Dims, extra: int) -> Dims:
     """Returns the dimensions with so many axes in the place of `...`."""
 
     def each() -> Iterator[tuple[str, ...]]:

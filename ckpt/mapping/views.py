@@ -66,15 +66,15 @@ class Permuted:
     @property
     def shape(self) -> Shape:
         """The shape of the tensor."""
-        return _picked(self.below.shape, self.order)
+        return _pick(self.below.shape, self.order)
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
         """Yields the pieces that overlap `box`."""
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
         order = self.order
-        for piece, extent in self.below.locate(Box(_picked(box.lo, back), _picked(box.hi, back))):
-            mine = Box(_picked(piece.box.lo, order), _picked(piece.box.hi, order))
-            yield StoredPiece(Piece(mine, piece.at, _picked(piece.strides, order)), extent)
+        for piece, extent in self.below.locate(Box(_pick(box.lo, back), _pick(box.hi, back))):
+            mine = Box(_pick(piece.box.lo, order), _pick(piece.box.hi, order))
+            yield StoredPiece(Piece(mine, piece.at, _pick(piece.strides, order)), extent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +89,16 @@ class Narrowed:
     @property
     def shape(self) -> Shape:
         """The shape of the tensor."""
-        return _replaced(self.below.shape, self.dim, 1, (self.hi - self.lo,))
+        return _replace(self.below.shape, self.dim, 1, (self.hi - self.lo,))
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
         """Yields the pieces of `box`."""
-        wanted = _shifted(box, self.dim, self.lo)
+        wanted = _shift(box, self.dim, self.lo)
         for piece, extent in self.below.locate(wanted):
             own = piece.box & wanted
             if own:
                 part = piece.part(own)
-                mine = _shifted(own, self.dim, -self.lo)
+                mine = _shift(own, self.dim, -self.lo)
                 yield StoredPiece(Piece(mine, part.at, part.strides), extent)
 
 
@@ -112,15 +112,15 @@ class Inserted:
     @property
     def shape(self) -> Shape:
         """The shape of the tensor."""
-        return _replaced(self.below.shape, self.dim, 0, (1,))
+        return _replace(self.below.shape, self.dim, 0, (1,))
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
         """Yields the pieces that overlap `box`."""
         dim = self.dim
-        below = Box(_replaced(box.lo, dim, 1, ()), _replaced(box.hi, dim, 1, ()))
+        below = Box(_replace(box.lo, dim, 1, ()), _replace(box.hi, dim, 1, ()))
         for piece, extent in self.below.locate(below):
-            lo, hi = _replaced(piece.box.lo, dim, 0, (0,)), _replaced(piece.box.hi, dim, 0, (1,))
-            strides = _replaced(piece.strides, dim, 0, (1,))
+            lo, hi = _replace(piece.box.lo, dim, 0, (0,)), _replace(piece.box.hi, dim, 0, (1,))
+            strides = _replace(piece.strides, dim, 0, (1,))
             yield StoredPiece(Piece(Box(lo, hi), piece.at, strides), extent)
 
 
@@ -134,15 +134,15 @@ class Dropped:
     @property
     def shape(self) -> Shape:
         """The shape of the tensor."""
-        return _replaced(self.below.shape, self.dim, 1, ())
+        return _replace(self.below.shape, self.dim, 1, ())
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
         """Yields the pieces that overlap `box`."""
         dim = self.dim
-        below = Box(_replaced(box.lo, dim, 0, (0,)), _replaced(box.hi, dim, 0, (1,)))
+        below = Box(_replace(box.lo, dim, 0, (0,)), _replace(box.hi, dim, 0, (1,)))
         for piece, extent in self.below.locate(below):
-            lo, hi = _replaced(piece.box.lo, dim, 1, ()), _replaced(piece.box.hi, dim, 1, ())
-            strides = _replaced(piece.strides, dim, 1, ())
+            lo, hi = _replace(piece.box.lo, dim, 1, ()), _replace(piece.box.hi, dim, 1, ())
+            strides = _replace(piece.strides, dim, 1, ())
             yield StoredPiece(Piece(Box(lo, hi), piece.at, strides), extent)
 
 
@@ -161,7 +161,7 @@ class Joined:
     @property
     def shape(self) -> Shape:
         """The shape of the tensor."""
-        return _replaced(self.parts[0].shape, self.dim, 1, (self._starts[-1],))
+        return _replace(self.parts[0].shape, self.dim, 1, (self._starts[-1],))
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
         """Yields the pieces that overlap `box`."""
@@ -169,9 +169,9 @@ class Joined:
         index = max(0, bisect_right(self._starts, lo) - 1)
         while index < len(self.parts) and self._starts[index] < hi:
             start, part = self._starts[index], self.parts[index]
-            wanted = _shifted(box, self.dim, -start) & Box.whole(part.shape)
+            wanted = _shift(box, self.dim, -start) & Box.whole(part.shape)
             for piece, extent in part.locate(wanted) if wanted else ():
-                mine = _shifted(piece.box, self.dim, start)
+                mine = _shift(piece.box, self.dim, start)
                 yield StoredPiece(Piece(mine, piece.at, piece.strides), extent)
             index += 1
 
@@ -187,7 +187,7 @@ class Unflattened:
     @property
     def shape(self) -> Shape:
         """The shape of the tensor."""
-        return _replaced(self.below.shape, self.dim, 1, self.sizes)
+        return _replace(self.below.shape, self.dim, 1, self.sizes)
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
         """Yields the pieces that overlap `box`, up to `2 * len(sizes) - 1` for each one below."""
@@ -203,11 +203,11 @@ class Unflattened:
         )
         for piece, extent in self.below.locate(below):
             first, step = piece.box.lo[dim], piece.strides[dim]
-            strides = _replaced(piece.strides, dim, 1, [each * step for each in inner.strides])
+            strides = _replace(piece.strides, dim, 1, [each * step for each in inner.strides])
             for run in span_boxes(self.sizes, first, piece.box.hi[dim]):
                 if run & own:
-                    lo = _replaced(piece.box.lo, dim, 1, run.lo)
-                    hi = _replaced(piece.box.hi, dim, 1, run.hi)
+                    lo = _replace(piece.box.lo, dim, 1, run.lo)
+                    hi = _replace(piece.box.hi, dim, 1, run.hi)
                     at = piece.at + (inner.part(run).at - first) * step
                     yield StoredPiece(Piece(Box(lo, hi), at, strides), extent)
 
@@ -224,7 +224,7 @@ class Flattened:
     def shape(self) -> Shape:
         """The shape of the tensor."""
         shape = self.below.shape
-        return _replaced(
+        return _replace(
             shape, self.dim, self.count, (prod(shape[self.dim : self.dim + self.count]),)
         )
 
@@ -246,10 +246,10 @@ class Flattened:
                 runs = _runs(sizes, merged, piece.strides[dim:end])
                 for lo, hi, at, step in runs if len(runs) == 1 else self._as_rows(piece, runs):
                     mine = Box(
-                        _replaced(own.lo, dim, self.count, (lo,)),
-                        _replaced(own.hi, dim, self.count, (hi,)),
+                        _replace(own.lo, dim, self.count, (lo,)),
+                        _replace(own.hi, dim, self.count, (hi,)),
                     )
-                    strides = _replaced(piece.strides, dim, self.count, (step,))
+                    strides = _replace(piece.strides, dim, self.count, (step,))
                     yield StoredPiece(Piece(mine, piece.at + at, strides), extent)
 
     def _as_rows(self, piece: Piece, runs: list[_Run]) -> list[_Run]:
@@ -310,17 +310,17 @@ def _runs(sizes: Shape, box: Box, strides: Shape) -> list[_Run]:
     ]
 
 
-def _picked(values: Shape, order: Sequence[int]) -> Shape:
+def _pick(values: Shape, order: Sequence[int]) -> Shape:
     return tuple([values[dim] for dim in order])
 
 
-def _replaced(values: Shape, dim: int, count: int, new: Sequence[int]) -> Shape:
+def _replace(values: Shape, dim: int, count: int, new: Sequence[int]) -> Shape:
     """Returns the values with `count` of them from `dim` on replaced."""
     return (*values[:dim], *new, *values[dim + count :])
 
 
-def _shifted(box: Box, dim: int, by: int) -> Box:
+def _shift(box: Box, dim: int, by: int) -> Box:
     return Box(
-        _replaced(box.lo, dim, 1, (box.lo[dim] + by,)),
-        _replaced(box.hi, dim, 1, (box.hi[dim] + by,)),
+        _replace(box.lo, dim, 1, (box.lo[dim] + by,)),
+        _replace(box.hi, dim, 1, (box.hi[dim] + by,)),
     )

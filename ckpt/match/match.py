@@ -18,12 +18,12 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
 import sharding
-from ckpt.errors import Difference, DifferenceKind, MismatchError, skipped_warning
+from ckpt.errors import Difference, DifferenceKind, MismatchError, make_skipped_warning
 from ckpt.match.match_builder import NOT_SAVED, Fit, Installer, Match, MatchBuilder, dtype_problem
 from ckpt.match.match_optimizer import match_optimizer
-from ckpt.match.match_positions import named_like_target
-from ckpt.match.match_stateful import filled, match_per_rank, match_stateful
-from ckpt.match.overlaps import shared_memory
+from ckpt.match.match_positions import name_like_target
+from ckpt.match.match_stateful import fill_mapping, match_per_rank, match_stateful
+from ckpt.match.overlaps import find_shared_memory
 from ckpt.match.selection import no_name
 from ckpt.plan.load_plan import LoadItem
 from ckpt.state.memory import ORDINARY, check_mode, kind_problem, memory_problem, torch_can_share
@@ -75,14 +75,14 @@ def match(saved: Saved, state: object, fit: Fit, world: Mesh) -> Match:
     """
     check_mode()
     parameters = parameter_names(state)
-    saved = named_like_target(saved, state, parameters)
+    saved = name_like_target(saved, state, parameters)
     selection = fit.selection
     builder = MatchBuilder(saved, selection, world, fit.casting is not None)
     matcher = _Matcher(builder, fit, parameters)
     install = matcher.walk(state, "")
     matcher.match_optimizers()
     matcher.forgive_ties()
-    shared = shared_memory(builder.items, builder.ties, builder.targets, matcher.copied)
+    shared = find_shared_memory(builder.items, builder.ties, builder.targets, matcher.copied)
     builder.differences += shared.refused
     for key, there in saved.idle_keys().items():
         builder.differ("rename", "pattern", no_name(key, there))
@@ -283,7 +283,7 @@ class _Matcher:
                 "changes, and flat parameters are filled without it; load it before the module is "
                 "wrapped",
             )
-        is_customised = versions is not None or _customised(module)
+        is_customised = versions is not None or _is_customised(module)
         known = entries if is_customised else self._loadable(module, entries, path)
         clean = CleanNames(module)
         resizing = set(_resizing(module, clean)) if is_customised else set()
@@ -297,7 +297,7 @@ class _Matcher:
                 _is_lazy(value)
                 or (resizing and key.removesuffix(key.rpartition(".")[2]) in resizing)
             ):
-                if (step := self._resized(value, join(path, key))) is not None:
+                if (step := self._match_resized(value, join(path, key))) is not None:
                     steps[key] = step
             else:
                 steps[key] = self.walk(value, join(path, key))
@@ -346,7 +346,7 @@ class _Matcher:
         if found and self._fit.strict:
             raise MismatchError("the checkpoint", found)
         if found:
-            warn(skipped_warning("the checkpoint", found), stacklevel=2)
+            warn(make_skipped_warning("the checkpoint", found), stacklevel=2)
 
     def _loadable(
         self, module: nn.Module, entries: Mapping[str, object], path: str
@@ -357,7 +357,7 @@ class _Matcher:
         `load_state_dict` wants and the module's own `state_dict` lacks is added, and must be in
         the checkpoint. A module with its own way of loading keeps its entries.
         """
-        taken = dict(_taken(module))
+        taken = dict(_loaded_names(module))
         found: dict[str, object] = {}
         for name, value in entries.items():
             if name in taken or isinstance(value, LocalPart):
@@ -380,7 +380,7 @@ class _Matcher:
         if self._builder.chooses(name):
             self._builder.differ(name, problem, detail)
 
-    def _resized(self, given: torch.Tensor, name: str) -> Installer | None:
+    def _match_resized(self, given: torch.Tensor, name: str) -> Installer | None:
         """Matches a tensor that gets the saved shape in its module's `load_state_dict`.
 
         Returns None for a lazy tensor that is not loaded.
@@ -410,7 +410,7 @@ class _Matcher:
             if items is not node:
                 return node  # the reads have filled its flat parameters
             if isinstance(node, MutableMapping):
-                return filled(node, loaded)
+                return fill_mapping(node, loaded)
             return loaded
 
         return install
@@ -460,7 +460,7 @@ class _Matcher:
         def install() -> object:
             loaded = step()
             if isinstance(node, dict) and isinstance(loaded, dict):
-                return filled(node, loaded)
+                return fill_mapping(node, loaded)
             if isinstance(node, list) and isinstance(loaded, list | tuple):
                 node[:] = loaded
                 return node
@@ -497,7 +497,7 @@ def _is_lazy(given: object) -> bool:
     )
 
 
-def _customised(module: nn.Module) -> bool:
+def _is_customised(module: nn.Module) -> bool:
     """Whether loading does more than copy: a user's hook or an overridden method runs.
 
     The hooks of torch.distributed and of our runtime do not count. They put shards into the
@@ -534,7 +534,7 @@ def _are_aliases(values: Iterable[object], module: nn.Module) -> bool:
     return all(isinstance(value, torch.Tensor) and identity(value) in known for value in others)
 
 
-def _taken(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+def _loaded_names(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yields the names that torch's `load_state_dict` wants; None for an extra state."""
     clean = CleanNames(module)
     for path, part in module.named_modules(remove_duplicate=False):

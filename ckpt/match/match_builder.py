@@ -32,7 +32,7 @@ from ckpt.plan.load_plan import LoadItem
 from ckpt.state.memory import empty_for, is_plain, torch_dtype
 from ckpt.state.patterns import Rename
 from ckpt.state.saved import Missing, Saved, holds_tensor
-from ckpt.state.typed_values import opened
+from ckpt.state.typed_values import restore_values
 from formats.catalog import OpaqueValue, TensorRecord, TensorRef, Tree, join
 from formats.dtypes import BY_TORCH_NAME, DType
 from sharding.describe.describing import TensorLike, describe
@@ -205,7 +205,7 @@ class MatchBuilder:
                 f"is {tree} in the checkpoint, an object that is never rebuilt; leave it out "
                 "(exclude=), or load it with torch.load where its class is known",
             )
-        value = opened(tree)
+        value = restore_values(tree)
         return lambda: value
 
     def anything(self, own: object, path: str) -> Installer:

@@ -167,7 +167,7 @@ class _Slices:
         if len(records) == len(trees):
             pairs = list(zip(having, records, strict=True))
             if key != STEP and all(r.shape == each.part.layout.shape for each, r in pairs):
-                return self._placed(key, pairs)
+                return self._place(key, pairs)
             if all(prod(record.shape) == 1 for record in records):
                 return self._number(key, pairs)
         elif not records and not any(map(holds_tensor, trees)):
@@ -185,7 +185,7 @@ class _Slices:
         )
         return lambda: mine
 
-    def _placed(self, key: Key, pairs: list[tuple[_Saved, TensorRecord]]) -> Installer:
+    def _place(self, key: Key, pairs: list[tuple[_Saved, TensorRecord]]) -> Installer:
         """Makes a tensor like the flat parameter and an item for each slice (rule 1)."""
         dtype = torch_dtype(pairs[0][1].dtype.torch_name)
         held, parameter = self.held.get(key), self.named.parameter
@@ -309,7 +309,7 @@ class _Blocks:
 
         def install() -> object:
             shape, stride = tuple(local.shape), tuple(local.stride())
-            return dtensor_like(self.parameter, self._made(parts, shape, stride))
+            return dtensor_like(self.parameter, self._make(parts, shape, stride))
 
         return install
 
@@ -340,7 +340,7 @@ class _Blocks:
         rank = self.parameter.device_mesh.get_rank()
 
         def install() -> object:
-            values = self._made(whole, shape, self.parameter.stride()).dequantize().flatten()
+            values = self._make(whole, shape, self.parameter.stride()).dequantize().flatten()
             found = torch.zeros(local.numel(), dtype=values.dtype)
             for piece in layout.pieces(rank):
                 box, strides = piece.box.shape, torch.empty(shape, device="meta").stride()
@@ -352,7 +352,7 @@ class _Blocks:
 
         return install
 
-    def _made(self, tensors: Mapping[str, Any], shape: Any, stride: Any) -> Any:
+    def _make(self, tensors: Mapping[str, Any], shape: Any, stride: Any) -> Any:
         """Returns a tensor of the saved class with these inner tensors."""
         step = self.builder.whole(self.saved["context"], join(self.path, "context"))
         context = of_shape(step(), tuple(self.parameter.shape), tuple(shape))

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from ckpt.match.match_builder import Installer, MatchBuilder, whole_tensor
 from ckpt.match.match_entries import SavedState, lacking_entries, match_slices, match_with_blocks
-from ckpt.match.match_positions import are_numbers, saved_members, saved_path
+from ckpt.match.match_positions import are_numbers, members_of_groups, path_in_checkpoint
 from ckpt.match.match_stateful import Fill, match_stateful
 from ckpt.state.memory import ORDINARY, torch_dtype
 from ckpt.state.saved import Missing, node_at
@@ -41,7 +41,7 @@ from ckpt.state.stateful import (
     check_whole,
     is_packed,
     optimizer_entries,
-    packed_state,
+    pack_state,
     state_of,
 )
 from ckpt.state.subclass_state import put_together, unknown_classes
@@ -63,7 +63,7 @@ def match_optimizer(
     `fill` matches a tensor of an optimizer of another form; `leave_out` leaves out the state of
     parameters whose weights do not fit.
     """
-    packed = packed_state(optimizer, path) if builder.selects(path) else None
+    packed = pack_state(optimizer, path) if builder.selects(path) else None
     if packed is not None and not is_packed(packed):
         check_whole(optimizer, path)
         return match_stateful(builder, fill, optimizer, path)
@@ -134,8 +134,8 @@ class _OptimizerMatch:
         builder, state = self.builder, join(self.path, "state")
         names = {name for named in self.named for name in named.names}
         mine = {key: value for key, value in own.items() if key not in names}
-        members = saved_members(builder.saved, self.path) or []
-        before = saved_path(builder.saved, self.path)
+        members = members_of_groups(builder.saved, self.path) or []
+        before = path_in_checkpoint(builder.saved, self.path)
         catalog = builder.saved.catalog
         if before not in catalog.optimizers and not are_numbers(members):
             return {}  # after a mapping, the groups have other names than the state
@@ -160,7 +160,7 @@ class _OptimizerMatch:
         where = join(self.path, "param_groups")
         self.builder.used.update(self.builder.saved.under(where))
         is_one = where in self.builder.saved.leaves  # as without options that are tensors
-        saved = _saved_groups(self.builder.saved.node(where))
+        saved = _groups_by_position(self.builder.saved.node(where))
         first = 0
         groups: list[dict[str, object]] = []
         members: list[list[str]] = []
@@ -188,7 +188,7 @@ class _OptimizerMatch:
     ) -> list[int | None]:
         """Returns the saved group of each group; None after adding a difference (rules 1 and 5)."""
         where = join(self.path, "param_groups")
-        group_of = {self._renamed(name): at for at, group in saved.items() for name in group.names}
+        group_of = {self._rename(name): at for at, group in saved.items() for name in group.names}
         if not self._are_as_large(members, saved, where):
             return [None] * len(members)
         places = [
@@ -224,8 +224,11 @@ class _OptimizerMatch:
         self, members: list[list[str]], saved: Mapping[int, _SavedGroup], where: str
     ) -> bool:
         """Whether groups fit if the saved names are positions; False after adding a difference."""
-        catalog, path = self.builder.saved.catalog, saved_path(self.builder.saved, self.path)
-        numbers = are_numbers(saved_members(self.builder.saved, self.path) or [])
+        catalog, path = (
+            self.builder.saved.catalog,
+            path_in_checkpoint(self.builder.saved, self.path),
+        )
+        numbers = are_numbers(members_of_groups(self.builder.saved, self.path) or [])
         by_position = numbers or (path in catalog.optimizers and catalog.optimizers[path] is None)
         sizes = [len(group.names) for group in saved.values()]
         wanted = [*map(len, members)]
@@ -302,9 +305,9 @@ class _OptimizerMatch:
             self.builder.fill(path, record, tensor)
         return tensor
 
-    def _renamed(self, name: str) -> str:
+    def _rename(self, name: str) -> str:
         """Returns a parameter's name in the target, by the rename of its state."""
-        state = join(join(saved_path(self.builder.saved, self.path), "state"), name)
+        state = join(join(path_in_checkpoint(self.builder.saved, self.path), "state"), name)
         return self.builder.saved.rename(state).removeprefix(join(self.path, "state") + ".")
 
     # State.
@@ -314,7 +317,7 @@ class _OptimizerMatch:
         named = iter(self.named)
         for group in self.optimizer.param_groups:
             members = [next(named) for _ in group["params"]]
-            states = [state for each in members for state in self._saved_states(each)]
+            states = [state for each in members for state in self._iter_saved(each)]
             for lacking in lacking_entries(states):
                 where = join(join(join(self.path, "state"), lacking.name), lacking.entry)
                 if where in self.builder.selection:
@@ -324,7 +327,7 @@ class _OptimizerMatch:
                         f"is not in the checkpoint, which has {lacking.entry} of {lacking.other}",
                     )
 
-    def _saved_states(self, named: NamedParameter) -> Iterator[SavedState]:
+    def _iter_saved(self, named: NamedParameter) -> Iterator[SavedState]:
         """Yields the saved state of each name of a parameter."""
         tensors = self.builder.saved.catalog.tensors
         shapes = [part.layout.shape for part in named.slices] or [tuple(named.parameter.shape)]
@@ -454,7 +457,7 @@ class _SavedGroup:
     options: dict[object, Tree]
 
 
-def _saved_groups(saved: Tree | Missing) -> dict[int, _SavedGroup]:
+def _groups_by_position(saved: Tree | Missing) -> dict[int, _SavedGroup]:
     """Returns the checkpoint's groups by position, without groups that lack parameter names."""
     groups = {}
     for position, entry in enumerate(saved if isinstance(saved, list) else []):

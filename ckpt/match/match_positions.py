@@ -33,21 +33,21 @@ from sharding.describe.describing import CleanNames, state_dict_keys
 from sharding.describe.members import WRAPPED, NamedParameter
 
 
-def named_like_target(saved: Saved, state: object, parameters: ParameterNames) -> Saved:
+def name_like_target(saved: Saved, state: object, parameters: ParameterNames) -> Saved:
     """Returns a checkpoint with the target's names of optimizer states and of wrapped modules.
 
     `parameters` has the names of the target's modules. Returns `saved` if no name changes.
     """
     table = dict(_of_wrapped(saved, state))
     for path, optimizer in nodes_in(state, _is_optimizer):
-        members = saved_members(saved, path)
+        members = members_of_groups(saved, path)
         if members is not None:
             names = _new_names(saved, path, members, parameters.of(optimizer), optimizer)
             where = join(path, "state")
             for old, new in names.items():
                 if str(old) != new:
                     table[join(where, old)] = join(where, new)
-    return saved.renamed(table) if table else saved
+    return saved.with_names(table) if table else saved
 
 
 def _of_wrapped(saved: Saved, state: object) -> Iterator[tuple[str, str]]:
@@ -64,7 +64,7 @@ def _of_wrapped(saved: Saved, state: object) -> Iterator[tuple[str, str]]:
                 yield wrapped, clean
 
 
-def saved_members(saved: Saved, path: str) -> list[list[Key]] | None:
+def members_of_groups(saved: Saved, path: str) -> list[list[Key]] | None:
     """Returns the names of the parameters of each saved group; None if the groups are not lists."""
     groups = saved.node(join(path, "param_groups"))
     found: list[list[Key]] = []
@@ -76,7 +76,7 @@ def saved_members(saved: Saved, path: str) -> list[list[Key]] | None:
     return found or None
 
 
-def saved_path(saved: Saved, path: str) -> str:
+def path_in_checkpoint(saved: Saved, path: str) -> str:
     """Returns the path in the checkpoint of a target's optimizer; the same path if unknown."""
     groups = join(path, "param_groups")
     leaf = next(iter(saved.under(groups)), groups)
@@ -100,15 +100,15 @@ def _new_names(
 ) -> Mapping[Key, str]:
     """Returns the target's name of each saved parameter of an optimizer."""
     flat = [name for group in members for name in group]
-    own, optimizers = saved_path(saved, path), saved.catalog.optimizers
+    own, optimizers = path_in_checkpoint(saved, path), saved.catalog.optimizers
     module = optimizers.get(own, "")
     labels = [name for named in target.named for name in named.names]
     if are_numbers(members) or (own in optimizers and module is None):
         return _by_position(members, target, optimizer)
     texts = [str(name) for name in flat]
-    new = {text: _renamed(saved, own, path, text) for text in texts}
+    new = {text: _rename(saved, own, path, text) for text in texts}
     if own not in optimizers or module is None:
-        guessed: Mapping[Key, str] = dict(_guessed([*new.values()], target, labels))
+        guessed: Mapping[Key, str] = dict(_guess_names([*new.values()], target, labels))
         return guessed or _of_old(members, target, optimizer)
     by_path = dict(zip(_paths(target), labels, strict=True))
     taken, prefix = set(labels), f"{target.module}." if target.module else ""
@@ -129,7 +129,7 @@ def _paths(target: OptimizerNames) -> list[str]:
     return [join(target.module, label) if target.module is not None else "" for label in labels]
 
 
-def _renamed(saved: Saved, own: str, path: str, name: str) -> str:
+def _rename(saved: Saved, own: str, path: str, name: str) -> str:
     """Returns a parameter's name in the target, by the rename of its state."""
     renamed = saved.rename(join(join(own, "state"), name))
     return renamed.removeprefix(join(path, "state") + ".")
@@ -159,7 +159,7 @@ def _of_old(
     return _by_position(members, target, optimizer)
 
 
-def _guessed(
+def _guess_names(
     names: list[str], target: OptimizerNames, labels: list[str]
 ) -> Iterator[tuple[str, str]]:
     """Yields names of an unknown module with those of the target (rule 4)."""

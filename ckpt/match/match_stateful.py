@@ -175,10 +175,10 @@ def _as_dicts_of(state: object, loaded: object) -> object:
         return items
     empty = copy(state)
     empty.clear()
-    return filled(empty, items)
+    return fill_mapping(empty, items)
 
 
-def filled(node: MutableMapping[object, object], items: Mapping[Any, object]) -> object:
+def fill_mapping(node: MutableMapping[object, object], items: Mapping[Any, object]) -> object:
     """Sets items of a mapping and returns it. Sets each alone: a Counter's `update` adds values."""
     for key, item in items.items():
         node[key] = item
@@ -212,7 +212,7 @@ def match_per_rank(builder: MatchBuilder, node: PerRank, path: str) -> Installer
         return lambda: node
     steps = {
         rank: builder.whole(saved[keys[rank]], join(path, keys[rank]), is_one=True)
-        for rank in node.wanted(keys, here)
+        for rank in node.ranks_to_read(keys, here)
     }
 
     def install() -> object:
@@ -224,7 +224,7 @@ def match_per_rank(builder: MatchBuilder, node: PerRank, path: str) -> Installer
     return install
 
 
-def wanted(catalog: Catalog, state: object) -> Catalog:
+def select_weights(catalog: Catalog, state: object) -> Catalog:
     """Returns the weights of a training's folder for a module or a dict with other keys.
 
     A dict with one of the folder's own keys wants the whole folder; so do an empty dict and any

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 import xxhash
 
-from ckpt.errors import NOT_STRICT, Difference, MismatchError, skipped_warning
+from ckpt.errors import NOT_STRICT, Difference, MismatchError, make_skipped_warning
 from ckpt.match.match_builder import Match, Target
 from ckpt.match.selection import Claim
 from ckpt.plan.load_plan import LoadItem
@@ -68,7 +68,7 @@ class Shared(NamedTuple):
     """Items that share memory and are filled from several records, or in several shapes."""
 
 
-def shared_memory(
+def find_shared_memory(
     items: Iterable[LoadItem],
     ties: Iterable[tuple[LoadItem, LoadItem]],
     targets: Sequence[Target],
@@ -307,7 +307,7 @@ def _extent(name: str, tensor: torch.Tensor) -> Extent:
         run = itemsize * tensor.numel()
         return Extent(device, lo, lo + run, name, run, (), ())
     steps = [step * itemsize for step in tensor.stride()]
-    return _strided(name, device, lo, itemsize, zip(steps, tensor.shape, strict=True))
+    return _make_extent(name, device, lo, itemsize, zip(steps, tensor.shape, strict=True))
 
 
 def _extent_of_array(name: str, array: np.ndarray) -> Extent:
@@ -315,10 +315,10 @@ def _extent_of_array(name: str, array: np.ndarray) -> Extent:
     lo = array.ctypes.data
     dims = list(zip(array.strides, array.shape, strict=True))
     lo += sum((n - 1) * step for step, n in dims if step < 0)
-    return _strided(name, "cpu", lo, array.itemsize, ((abs(step), n) for step, n in dims))
+    return _make_extent(name, "cpu", lo, array.itemsize, ((abs(step), n) for step, n in dims))
 
 
-def _strided(
+def _make_extent(
     name: str, device: str, lo: int, run: int, steps_and_sizes: Iterable[tuple[int, int]]
 ) -> Extent:
     """Returns an extent. Elements that lie end to end, in any order, become one."""
@@ -385,7 +385,7 @@ def _idle_everywhere(ranks: Ranks, idle: Sequence[Claim], known: Sequence[str]) 
     def join(records: Sequence[bytes]) -> bytes:
         return _dump([*dict.fromkeys(claim for record in records for claim in _load(record))])
 
-    every = _load(ranks.joined("comparing selections", _dump(idle), join))
+    every = _load(ranks.merge_records("comparing selections", _dump(idle), join))
     flags = ranks.common(bytes(claim.is_idle(known) for claim in every))
     return [claim for claim, flag in zip(every, flags, strict=True) if flag]
 
@@ -418,7 +418,7 @@ def check_fits(
         skipped = [d for d in found if d.problem in NOT_STRICT]
         found = [d for d in found if d not in skipped]
         if skipped and warns:
-            warn(skipped_warning(url, skipped), stacklevel=stacklevel)
+            warn(make_skipped_warning(url, skipped), stacklevel=stacklevel)
     if found:
         raise MismatchError(url, found, call)
 

@@ -136,15 +136,15 @@ class Claim:
         )
 
 
-def selected(tree: Tree, path: str, selection: Selection) -> bool:
+def is_selected(tree: Tree, path: str, selection: Selection) -> bool:
     """Whether the selection includes a leaf, or a name below a container."""
     if selection.is_all:
         return True
     if isinstance(tree, dict) and tree:
-        return any(selected(item, join(path, key), selection) for key, item in tree.items())
+        return any(is_selected(item, join(path, key), selection) for key, item in tree.items())
     if isinstance(tree, list | tuple) and tree:
         return path in selection or any(
-            selected(item, join(path, i), selection) for i, item in enumerate(tree)
+            is_selected(item, join(path, i), selection) for i, item in enumerate(tree)
         )
     return path in selection
 
@@ -163,12 +163,14 @@ def map_selected(
         return {
             key: map_selected(item, selection, leaf, join(path, key))
             for key, item in tree.items()
-            if selected(item, join(path, key), selection)
+            if is_selected(item, join(path, key), selection)
         }
     if isinstance(tree, list | tuple):
         named = [(join(path, index), item) for index, item in enumerate(tree)]
         items = [
-            map_selected(item, selection, leaf, name) if selected(item, name, selection) else None
+            map_selected(item, selection, leaf, name)
+            if is_selected(item, name, selection)
+            else None
             for name, item in named
         ]
         return items if isinstance(tree, list) else tuple(items)

@@ -137,7 +137,7 @@ saves = SaveQueue()
 
 
 @contextmanager
-def told_by_this_call() -> Iterator[list[InFlight]]:
+def mark_errors_seen() -> Iterator[list[InFlight]]:
     """Counts errors of the saves in the list as seen if an exception ends the block.
 
     An interrupt ends a call before its caller gets a handle of the save.

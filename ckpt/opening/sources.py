@@ -39,7 +39,7 @@ from formats.detect import (
 from formats.errors import CorruptError, ForeignFileError, FormatError
 from formats.limits import check, current
 from formats.native.manifest import MANIFEST
-from sharding.errors import listed, without_secrets
+from sharding.errors import format_names, without_secrets
 
 SHOWN_NAMES = 8
 
@@ -89,20 +89,20 @@ def open_source(
         # The most likely format comes first: each look at a server is a request.
         catalog = _read_native(store)
         if catalog is not None or not is_file(text, options):
-            with placed(store.url):
+            with name_folder(store.url):
                 found = _read_folder(store, with_advice) if catalog is None else catalog
             yield Source(text, store, _credible(text, found))
             return
     folder, name = split_url(text)
     with open_store(folder, options) as opened:
         store = guard(opened)
-        with placed(store.url, name):
+        with name_folder(store.url, name):
             found = _read_file(store, name)
         yield Source(text, store, _credible(text, found))
 
 
 @contextmanager
-def placed(folder: str, file: str | None = None) -> Iterator[None]:
+def name_folder(folder: str, file: str | None = None) -> Iterator[None]:
     """Puts the folder before the message of an error, if a reader names only a file in the folder.
 
     The error of a single `file` then begins with the file's path.
@@ -185,15 +185,15 @@ def _catalog_of(store: Store, with_advice: bool) -> Catalog:
             "save or of one under way: see `ckpt gc`"
         )
     if found is None:
-        there = _shown(entries) if entries else nothing_at(store.url)
+        there = _format_entries(entries) if entries else nothing_at(store.url)
         advice = advice_at(store, entries) if with_advice else ""
         raise NotACheckpointError(f"{store.url}: no checkpoint here ({there}){advice}")
     return found.read(store)
 
 
-def _shown(entries: Sequence[str]) -> str:
+def _format_entries(entries: Sequence[str]) -> str:
     found = sorted(entries, key=lambda name: name.endswith("/"))
-    return f"there are {listed(found, SHOWN_NAMES)}"
+    return f"there are {format_names(found, SHOWN_NAMES)}"
 
 
 LOOKS, DEEPER_LOOKS = 8, 2

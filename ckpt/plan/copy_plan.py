@@ -93,7 +93,7 @@ class CopyUnit:
         return sum([run.nbytes for run in self.runs])
 
 
-def stored_alike(unit: CopyUnit, chunk_bytes: int, nbytes_of: Callable[[int], int]) -> Alike | None:
+def find_alike(unit: CopyUnit, chunk_bytes: int, nbytes_of: Callable[[int], int]) -> Alike | None:
     """Returns the bytes of one file that are a unit as it is; None if there are none.
 
     Only bytes count whose checksums the new file takes over: chunks of `chunk_bytes`, or, in a file
@@ -187,7 +187,7 @@ class _Cutter:
                 unit.ranges.append(byte_range._replace(at=unit.nbytes))
             else:
                 unit.places.append((unit.nbytes, unit.nbytes + nbytes))
-                unit.ranges.append(_retargeted(byte_range, len(unit.places)))
+                unit.ranges.append(_retarget(byte_range, len(unit.places)))
             unit.runs.append(TensorRun(tensor, lo, unit.nbytes, nbytes))
             yield from self._grown(nbytes)
 
@@ -249,13 +249,13 @@ def _pieces(part: OutgoingTensor, shape: Shape, copies: BoxCopies) -> Sequence[P
     numel = prod(part.shape)
     if numel == prod(shape):
         return copies.whole(shape)
-    return packed_pieces(shape, part.first, part.first + numel)
+    return pieces_of_range(shape, part.first, part.first + numel)
 
 
-def packed_pieces(shape: Shape, lo: int, hi: int) -> list[Piece]:
+def pieces_of_range(shape: Shape, lo: int, hi: int) -> list[Piece]:
     """Returns row-major elements `[lo, hi)` of a tensor of this shape as pieces, end to end.
 
-    >>> [(str(piece.box), piece.at) for piece in packed_pieces((4, 3), 2, 6)]
+    >>> [(str(piece.box), piece.at) for piece in pieces_of_range((4, 3), 2, 6)]
     [('[0:1, 2:3]', 0), ('[1:2, 0:3]', 1)]
     """
     pieces, at = [], 0
@@ -265,7 +265,7 @@ def packed_pieces(shape: Shape, lo: int, hi: int) -> list[Piece]:
     return pieces
 
 
-def _retargeted(byte_range: ByteRange, target: int) -> ByteRange:
+def _retarget(byte_range: ByteRange, target: int) -> ByteRange:
     """Returns a byte range that fills a target of its own from the first byte on."""
     copy = byte_range.box_copy
     assert copy is not None

@@ -245,18 +245,18 @@ class _Planner:
         if isinstance(record.pieces, PeerPieces):
             return True
         if not is_direct:
-            self.reads.extend(self._staged(item, record))
+            self.reads.extend(self._read_staged(item, record))
             return False
         pieces: Sequence[Piece] = self.copies.pieces(layout, self.rank)
         if self.policy.exchange:
             if self.scatter.takes(name, record, target, layout):
                 return False
-            pieces = self._shared(item, record.dtype.itemsize, pieces)
+            pieces = self._share_of(item, record.dtype.itemsize, pieces)
         requests = requests_for(record, pieces, target, self.copies, name)
         self.reads.append(TensorRead(name, target, requests, None))
         return False
 
-    def _staged(self, item: LoadItem, record: TensorRecord) -> Iterator[TensorRead]:
+    def _read_staged(self, item: LoadItem, record: TensorRecord) -> Iterator[TensorRead]:
         """Yields the reads of a staged item: one read, or one for each run of rows (rule 1)."""
         name, _, target, layout, shape, _ = item
         pieces, dtype = self.copies.pieces(layout, self.rank), record.dtype
@@ -274,7 +274,7 @@ class _Planner:
             requests = requests_for(record, moved, target, name=name)
             yield TensorRead(name, target, requests, Stage(dtype, (rows, *shape[1:]), first))
 
-    def _shared(self, item: LoadItem, itemsize: int, pieces: Sequence[Piece]) -> Sequence[Piece]:
+    def _share_of(self, item: LoadItem, itemsize: int, pieces: Sequence[Piece]) -> Sequence[Piece]:
         """Returns the pieces of a direct item that this rank reads (rule 2)."""
         layout = item.layout
         have = self._share(layout, itemsize)
@@ -300,7 +300,7 @@ class _Planner:
             return None
         key = layout, turn
         if key not in self.shares:
-            self.shares[key] = divided(layout, turn)
+            self.shares[key] = divide_replicas(layout, turn)
         return self.shares[key]
 
     def batches(self, items: Sequence[LoadItem]) -> Iterator[tuple[TensorMove, ...]]:
@@ -326,12 +326,12 @@ class _Planner:
             yield tuple(batch)
 
 
-def divided(layout: Layout, turn: int | None) -> Layout:
+def divide_replicas(layout: Layout, turn: int | None) -> Layout:
     """Returns the layout that holds each element once: evenly, or by replica `turn` alone.
 
     >>> mesh = Mesh.grid(("dp",), (2,))
     >>> replicated = Layout((4,), mesh, (Replicate(),))
-    >>> str(divided(replicated, None)), str(divided(replicated, 1))
+    >>> str(divide_replicas(replicated, None)), str(divide_replicas(replicated, 1))
     ('dp:2=split', 'dp:2=only(1)')
     """
     placements: list[Placement] = []

@@ -290,7 +290,7 @@ class _Cut:
                         BoxCopy.of(source.part(part), box_copy.target.part(part))
                     )
                 return
-        yield self._placed(box_copy, source.at * itemsize, source.at * itemsize + hull)
+        yield self._place(box_copy, source.at * itemsize, source.at * itemsize + hull)
 
     def _rows(self, step: int, inner: int) -> int:
         """Returns the number of rows of one byte range, which ends with a chunk if possible."""
@@ -308,10 +308,10 @@ class _Cut:
         first = -(-lo // unit) * unit if unit else lo
         last = hi if not unit or hi == extent.nbytes else hi // unit * unit
         if first >= last:
-            yield self._placed(_flat_part(box_copy, itemsize, lo, hi), lo, hi)
+            yield self._place(_flat_part(box_copy, itemsize, lo, hi), lo, hi)
             return
         if lo < first:
-            yield self._placed(_flat_part(box_copy, itemsize, lo, first), lo, first)
+            yield self._place(_flat_part(box_copy, itemsize, lo, first), lo, first)
         most = self.limits.direct_bytes
         step = max(unit, most // unit * unit) if unit else most
         shift = box_copy.target.at * itemsize - lo
@@ -321,9 +321,9 @@ class _Cut:
             chunk = start // unit if unit else -1
             yield ByteRange(extent.file, begin, end, self.request, True, start + shift, chunk, None)
         if last < hi:
-            yield self._placed(_flat_part(box_copy, itemsize, last, hi), last, hi)
+            yield self._place(_flat_part(box_copy, itemsize, last, hi), last, hi)
 
-    def _placed(self, box_copy: BoxCopy, lo: int, hi: int) -> ByteRange:
+    def _place(self, box_copy: BoxCopy, lo: int, hi: int) -> ByteRange:
         """Returns the byte range that decodes to bytes `[lo, hi)` of the extent, and more."""
         self._check_inside(lo, hi)
         extent = self.request.extent

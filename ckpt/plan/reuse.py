@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 
 
 @contextmanager
-def collected_later() -> Iterator[None]:
+def pause_collection() -> Iterator[None]:
     """Disables the garbage collector inside the block, for work of seconds without cyclic garbage.
 
     A plan has several objects for each tensor. Python searches all objects whenever their number

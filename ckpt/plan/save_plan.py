@@ -1,6 +1,6 @@
 """The division of a save's writes: from layouts to stored layouts and to a rank's shard file.
 
-`stored_layouts` is the same on every rank; `plan_save` plans the writes of one rank. A `SavePlan`
+`choose_layouts` is the same on every rank; `plan_save` plans the writes of one rank. A `SavePlan`
 is printable and holds no memory: a tensor is a number, and the caller has the tensors.
 
 Rules:
@@ -13,7 +13,7 @@ Rules:
    thus write about as much, and neighbours (a norm's mean and variance) come from one rank.
 3. A tensor whose replicas differ is stored by one replica alone: that of the lowest rank of its
    mesh. The other tensors of its module come from the same replica: no tensor or module is a mix.
-4. The functions do not communicate. `stored_layouts` does not depend on the rank, and its work
+4. The functions do not communicate. `choose_layouts` does not depend on the rank, and its work
    does not grow with the number of ranks.
 
 [Note: folders of hosts]
@@ -110,7 +110,7 @@ def _span(have: Layout, stored: Layout, rank: int) -> tuple[int, int, tuple[int,
     return lo, hi, shape
 
 
-def stored_layouts(
+def choose_layouts(
     tensors: Mapping[str, StoredTensor], differing: Collection[str] = ()
 ) -> dict[str, StoredTensor]:
     """Returns every tensor with its stored layout (rules 1 to 3).
@@ -128,7 +128,7 @@ def stored_layouts(
     for name, tensor in tensors.items():
         if modules and _module_of(name) in modules:
             if id(tensor) not in by_one:
-                by_one[id(tensor)] = _placed(tensor, _by_one(tensor.layout))
+                by_one[id(tensor)] = _with_placements(tensor, _by_one(tensor.layout))
             stored[name] = by_one[id(tensor)]
             continue
         way = ways.get(id(tensor))
@@ -139,7 +139,7 @@ def stored_layouts(
             way = tensor  # keeps the state's order until the line replaces it
         stored[name] = way
     for line in small.values():
-        stored |= line.divided(tensors)
+        stored |= line.divide(tensors)
     return stored
 
 
@@ -152,7 +152,7 @@ def _way(
     if not axes:
         return tensor
     if _bytes_per_replica(tensor) >= SPLIT_BYTES:
-        return _placed(tensor, dict.fromkeys(axes, Split()))
+        return _with_placements(tensor, dict.fromkeys(axes, Split()))
     return small.setdefault((layout.mesh, axes), _Line(axes, [layout.mesh.sizes[i] for i in axes]))
 
 
@@ -176,7 +176,7 @@ class _Line:
     sizes: Sequence[int]
     names: list[str] = field(default_factory=list)
 
-    def divided(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    def divide(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Returns each tensor with the one replica that stores it."""
         nbytes: dict[int, int] = {}
         for name in self.names:
@@ -191,7 +191,7 @@ class _Line:
             owner = before * replicas // total if total else 0
             before += nbytes[id(tensor)]
             if (id(tensor), owner) not in made:
-                made[id(tensor), owner] = _placed(tensor, self._only(owner))
+                made[id(tensor), owner] = _with_placements(tensor, self._only(owner))
             stored[name] = made[id(tensor), owner]
         return stored
 
@@ -209,7 +209,7 @@ def _bytes_per_replica(tensor: StoredTensor) -> int:
     return tensor.dtype.nbytes(tensor.shape) * tensor.layout.replicas // tensor.layout.mesh.size
 
 
-def _placed(tensor: StoredTensor, chosen: Mapping[int, Placement]) -> StoredTensor:
+def _with_placements(tensor: StoredTensor, chosen: Mapping[int, Placement]) -> StoredTensor:
     layout = tensor.layout
     placements = tuple(chosen.get(axis, p) for axis, p in enumerate(layout.placements))
     stored = Layout(layout.shape, layout.mesh, placements)
@@ -219,7 +219,7 @@ def _placed(tensor: StoredTensor, chosen: Mapping[int, Placement]) -> StoredTens
 def host_layouts(
     tensors: Mapping[str, StoredTensor], host: Collection[int]
 ) -> dict[str, StoredTensor]:
-    """Returns every tensor as the ranks of one host hold it; `stored_layouts` divides the result.
+    """Returns every tensor as the ranks of one host hold it; `choose_layouts` divides the result.
 
     Raises ArgumentError if no layout describes the part of this host alone.
     """

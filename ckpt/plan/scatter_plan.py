@@ -121,7 +121,7 @@ class Scatter:
 
     def takes(self, name: str, record: TensorRecord, target: int, want: Layout) -> bool:
         """Takes a tensor with a direct target if it is to be scattered; returns whether it is."""
-        stored = self._divided_among(record, want)
+        stored = self._reading_layout(record, want)
         if stored is None or not 0 < record.nbytes <= self._most_bytes * stored.mesh.size:
             return False
         savers = positions(stored.mesh, Mesh.grid(("saved",), (stored.mesh.size,)))
@@ -134,9 +134,9 @@ class Scatter:
         self._entries.append(entry)
         return True
 
-    def _divided_among(self, record: TensorRecord, want: Layout) -> Layout | None:
+    def _reading_layout(self, record: TensorRecord, want: Layout) -> Layout | None:
         """Returns the layout, over ranks that saved or over all, by which a tensor is read."""
-        stored, ranks = _stored_layout(record), self._world.size
+        stored, ranks = _layout_of_record(record), self._world.size
         savers = ranks if stored is None or stored.replicas > 1 else stored.mesh.size
         if savers < ranks:
             return stored
@@ -146,9 +146,9 @@ class Scatter:
 
     def rounds(self) -> tuple[ScatterRound, ...]:
         """Returns the rounds. Opens the files that this rank reads."""
-        return tuple(self._round(batches) for batches in self._divided())
+        return tuple(self._round(batches) for batches in self._divide())
 
-    def _divided(self) -> list[list[_Batch]]:
+    def _divide(self) -> list[list[_Batch]]:
         """Returns the rounds of batches of tensors (rules 2 and 3).
 
         A batch has less than `most_bytes` if a rank would have no batch to read otherwise.
@@ -246,7 +246,7 @@ class Scatter:
         return [(rank * self._world.size // savers + turn) % self._world.size for rank in ranks]
 
 
-def _stored_layout(record: TensorRecord) -> Layout | None:
+def _layout_of_record(record: TensorRecord) -> Layout | None:
     """Returns the layout of a stored tensor; None if it lies in several pieces without a layout."""
     if record.layout is None and isinstance(record.pieces, PieceTable) and len(record.pieces) == 1:
         return Layout.single(record.shape, 0)

@@ -152,8 +152,8 @@ def gc(
         folders = store.folders() if seen is None else seen.folders
         inside = [join_url(place, name) for name in sorted({*folders, *above})]
         inside = [one for one in inside if link_at(one) is None]
-        found = _collected([place], look_up, age, delete, storage_options, seen, is_inside=False)
-        return found + _collected(
+        found = _collect([place], look_up, age, delete, storage_options, seen, is_inside=False)
+        return found + _collect(
             inside, lambda: base_files(store), age, delete, storage_options, seen
         )
 
@@ -169,7 +169,7 @@ def remove_marked(url: str, mark: str) -> None:
     inside = [place for place in inside if link_at(place) is None]
     for place in inside:
         with open_store(place) as store:
-            for one in [*_left_overs(store, place, inside, 0.0)]:
+            for one in [*_find_left_overs(store, place, inside, 0.0)]:
                 is_manifest = one.kind == PART and one.name.startswith(f".{MANIFEST}.")
                 if one.name.removeprefix(".").startswith(mark) or (
                     is_manifest and mark.encode() in store.read_whole(one.name, one.nbytes)
@@ -184,7 +184,7 @@ def remove_old(store: Store) -> None:
     A store that fails leaves them to `gc`.
     """
     with suppress(OSError, FormatError):
-        found = [one for one in _left_overs(store, store.url, (), OLD_SECONDS) if one.is_old]
+        found = [one for one in _find_left_overs(store, store.url, (), OLD_SECONDS) if one.is_old]
         needed, folder = base_files_beside(store.url, store.options) if found else (None, "")
         for one in found:
             if needed is None or not needed.cover(folder, one.name):
@@ -217,7 +217,7 @@ def _folder(url: str | os.PathLike[str]) -> str:
     return text if not above or above.endswith(":") else above
 
 
-def _collected(
+def _collect(
     places: Sequence[str],
     look_up: Callable[[], BaseFiles],
     age: float,
@@ -238,7 +238,7 @@ def _collected(
         with open_store(place, options) as store:
             listed = store if seen is None else _Seen.of(store, seen, name)
             try:
-                found += _left_overs(listed, place, places, age)
+                found += _find_left_overs(listed, place, places, age)
             except OSError as error:
                 if not is_inside or not concerns_one_file(error):
                     raise
@@ -258,7 +258,7 @@ def _collected(
     removed: set[LeftOver] = set()
     for place in dict.fromkeys(one.folder for one in found if one.is_old):
         with open_store(place, options) as store, Pool(WORKERS, "ckpt-gc") as pool:
-            again = {_key(one) for one in _left_overs(store, place, places, age) if one.is_old}
+            again = {_key(one) for one in _find_left_overs(store, place, places, age) if one.is_old}
             chosen = [one for one in found if one.folder == place and _key(one) in again]
             list(pool.map(partial(_remove, store, age), chosen))
             removed |= {*chosen}
@@ -336,13 +336,15 @@ class _Seen:
         return self._listing.begun_in(self._folder)
 
 
-def _left_overs(store: Store, place: str, places: Sequence[str], age: float) -> Iterator[LeftOver]:
+def _find_left_overs(
+    store: Store, place: str, places: Sequence[str], age: float
+) -> Iterator[LeftOver]:
     """Yields files that no manifest in this folder names, by name. Others may borrow from them."""
     # The listing comes before the manifest: a save that commits in between leaves nothing over.
     sizes, unfinished, moment = store.sizes(), store.list_unfinished(), now()
     converted = _FOLDER.fullmatch(_name(place))
     if converted:
-        yield from _converted(store, place, sizes, converted, places, age)
+        yield from _find_converted(store, place, sizes, converted, places, age)
         return
     for begun in unfinished:
         is_file = begun.upload_id in sizes
@@ -354,7 +356,7 @@ def _left_overs(store: Store, place: str, places: Sequence[str], age: float) -> 
     shards = [name for name in sizes if SHARD_NAME.fullmatch(name)]
     # A late request brings a manifest back to a bucket only: a disk may be a copy that goes on.
     may_be_bare = not shards and MANIFEST in sizes and local_path(store.url) is None
-    named = _named(store) if shards or may_be_bare else set()
+    named = _files_of(store) if shards or may_be_bare else set()
     if may_be_bare and named:
         old = moment - store.arrivals().get(MANIFEST, moment)
         yield LeftOver(place, MANIFEST, BARE, sizes[MANIFEST], old, old >= age)
@@ -376,7 +378,7 @@ def _begins(store: Store, name: str) -> bool:
     return not head or head.startswith(_MAGIC) or has_header
 
 
-def _named(store: Store) -> set[str] | None:
+def _files_of(store: Store) -> set[str] | None:
     """Returns the files of the checkpoint in a folder; None if its manifest is damaged."""
     try:
         data = read_manifest(store)
@@ -387,7 +389,7 @@ def _named(store: Store) -> set[str] | None:
         return None
 
 
-def _converted(
+def _find_converted(
     store: Store,
     place: str,
     sizes: Mapping[str, int],

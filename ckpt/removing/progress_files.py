@@ -101,7 +101,7 @@ class Watch:
         found = [*self._inside(self.url, name)]
         if name and local_path(self.url) is not None:
             with suppress(PermissionError), open_store(above) as store:
-                found += self._converted(above, store, store.list_unfinished(), name)
+                found += self._find_conversions(above, store, store.list_unfinished(), name)
         return sorted(found, key=lambda one: -one.changed)
 
     def _inside(self, url: str, name: str) -> Iterator[UnderWay]:
@@ -110,7 +110,7 @@ class Watch:
             begun = store.list_unfinished()
             here = [one for one in begun if "/" not in one.name]
             yield from self._attempts(url, name, store, here)
-            yield from self._converted(url, store, here)
+            yield from self._find_conversions(url, store, here)
             below = _recent(store)
         inside = _by_folder(begun)  # of a bucket
         for folder in dict.fromkeys([*below, *sorted(inside)]):
@@ -141,7 +141,7 @@ class Watch:
                 name, attempt, tuple(found[rank] for rank in sorted(found)), is_committing
             )
 
-    def _converted(
+    def _find_conversions(
         self, url: str, store: Store, begun: Sequence[Unfinished], wanted: str | None = None
     ) -> Iterator[UnderWay]:
         """Yields conversions to other formats in a folder; only to the target `wanted` if given."""
@@ -172,7 +172,7 @@ class Watch:
             return FileUnderWay(one.name, rank, "uploading", None, None, one.started)
         key = url, one.upload_id
         if key not in self._planned:
-            planned = _planned_bytes(store, one)
+            planned = _total_bytes(store, one)
             if planned is not None:
                 self._planned[key] = planned
         total = self._planned.get(key)
@@ -196,11 +196,11 @@ def _recent(store: Store) -> list[str]:
     folders = [name for name in store.folders() if not _FOLDER.fullmatch(name)]
     if local_path(store.url) is None:
         return sorted(folders, key=natural)[-FAR_RECENT:]
-    times = {name: _modified(store, name) or 0.0 for name in folders}
+    times = {name: _local_mtime(store, name) or 0.0 for name in folders}
     return sorted(folders, key=times.__getitem__)[-RECENT:]
 
 
-def _modified(store: Store, name: str) -> float | None:
+def _local_mtime(store: Store, name: str) -> float | None:
     if local_path(store.url) is not None:
         with suppress(FileNotFoundError):
             return store.modified(name)
@@ -208,10 +208,10 @@ def _modified(store: Store, name: str) -> float | None:
 
 
 def _complete(store: Store, name: str, size: int, rank: int | None) -> FileUnderWay:
-    return FileUnderWay(name, rank, "written", size, size, _modified(store, name))
+    return FileUnderWay(name, rank, "written", size, size, _local_mtime(store, name))
 
 
-def _planned_bytes(store: Store, one: Unfinished) -> int | None:
+def _total_bytes(store: Store, one: Unfinished) -> int | None:
     """Returns the size that the header of a file under way tells; None if it does not."""
     if not one.name.endswith(".safetensors"):
         return None

@@ -40,13 +40,13 @@ from ckpt.run.history import (
     PROVENANCE,
     STEP,
     RunCounter,
-    checked_step,
+    check_step,
     metrics_text,
 )
 from ckpt.run.local_tier import LocalOptions, LocalTier, local_options
 from ckpt.run.memory_tier import Memory, MemoryTier
 from ckpt.run.policy import Failures, Keep, OnFailure, best_first
-from ckpt.run.saves import LastGiven, RunSaves, SaveArguments, checked_metadata
+from ckpt.run.saves import LastGiven, RunSaves, SaveArguments, check_metadata
 from ckpt.saving.agreement import StoredDtypes
 from ckpt.saving.staging import COPIED, When
 from ckpt.state.patterns import Rename
@@ -260,7 +260,7 @@ class Checkpointer(Uncopied):
             NotOwnerError: another job has begun to save to this run since.
             RankError: another rank failed.
         """
-        step = self._checked(step)
+        step = self._check_step(step)
         if self._given is not None:
             self._given.note(step, state, metrics, metadata, dtype)
         is_due = force or self._due.at(step, self._end_by)
@@ -273,7 +273,7 @@ class Checkpointer(Uncopied):
         saves = self._saves
         if saves.has_begun(step, force):
             return False
-        text, own = metrics_text(metrics or {}), checked_metadata(metadata or {})
+        text, own = metrics_text(metrics or {}), check_metadata(metadata or {})
         if tier is not None:
             is_saving = saves.is_in_run_folder and saves.is_under_way
             tier = tier if self._ranks.can_save_locally(step, is_saving) else None
@@ -328,13 +328,13 @@ class Checkpointer(Uncopied):
 
     def should_save(self, step: int) -> bool:
         """Returns whether a checkpoint is due at this step. All ranks call this."""
-        return self._due.at(self._checked(step), self._end_by)
+        return self._due.at(self._check_step(step), self._end_by)
 
-    def _checked(self, step: int) -> int:
+    def _check_step(self, step: int) -> int:
         if self._saves_nothing:
             self._refuse()
         # The quick way: most steps of a run save nothing.
-        return step if type(step) is int and 0 <= step < END_OF_STEPS else checked_step(step)
+        return step if type(step) is int and 0 <= step < END_OF_STEPS else check_step(step)
 
     def _refuse(self) -> None:
         """Raises ClosedError or MisuseError if this Checkpointer saves nothing."""
@@ -386,7 +386,7 @@ class Checkpointer(Uncopied):
             self._ranks.log("no checkpoint to restore, the run begins")
             return None
 
-        def listed_again() -> list[str]:
+        def list_again() -> list[str]:
             now = dict(self._ranks.restorable(step, self._local, self._memory))
             found.update(now)
             return list(now)
@@ -394,7 +394,7 @@ class Checkpointer(Uncopied):
         ranks = Ranks(how.group, how.timeout)
         first, *others = found
         once = partial(load_once, ranks, state=state, options=options)
-        _, taken = load_or_older(ranks, first, others, once, how.storage_options, listed_again)
+        _, taken = load_or_older(ranks, first, others, once, how.storage_options, list_again)
         self._is_restored = True
         restored = found[taken]
         self._saves.last_step = restored
@@ -409,7 +409,7 @@ class Checkpointer(Uncopied):
     ) -> LoadOptions:
         """Returns the options of a load; a wrong argument of one rank is an error on all."""
         group = None if isinstance(self._arguments.group, str) else self._arguments.group
-        found, call = self._ranks.checked(checked), f"Checkpointer.{call}"
+        found, call = self._ranks.check_on_all(checked), f"Checkpointer.{call}"
         return replace(found, group=group, storage=storage, by_host=by_host, call=call)
 
     def start_from(
@@ -509,7 +509,7 @@ class Checkpointer(Uncopied):
             NotOwnerError: another job owns the run.
             ExistsError: the run is an earlier one, and `restore` was not called.
         """
-        step = self._checked(step)
+        step = self._check_step(step)
         self.wait_until_finished()
         memory = [] if self._memory is None else self._ranks.memory_steps(self._memory)
         if any(one.step == step for one, _ in memory):
@@ -534,7 +534,7 @@ class Checkpointer(Uncopied):
             ArgumentError: the name has other characters.
             MisuseError: this Checkpointer is read_only.
         """
-        step = self._checked(step)
+        step = self._check_step(step)
         self.wait_until_finished()
         self._ranks.pin(step, name, True)
 
@@ -543,7 +543,7 @@ class Checkpointer(Uncopied):
 
         Raises NotACheckpointError if the step has no pin of this name.
         """
-        self._ranks.pin(self._checked(step), name, False)
+        self._ranks.pin(self._check_step(step), name, False)
 
     def reached_preemption(self) -> bool:
         """Returns whether a signal has come and all ranks have saved: time to end the loop."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from ckpt.checking.verify_native import check_native
 from ckpt.errors import ArgumentError, CkptError, ExistsError, NotACheckpointError, StoreError
-from ckpt.loading.newest import looked_into
+from ckpt.loading.newest import list_checkpoints
 from ckpt.opening.sources import advice_at
 from ckpt.plan.copy_plan import CopySource
 from ckpt.step_names import is_pin
@@ -84,15 +84,15 @@ def copy(
     with open_store(source, storage_options) as store:
         is_one = store.exists(MANIFEST)
     if is_one:
-        yield places.copied("")
+        yield places.copy("")
         return
-    names = [one.name for one in reversed(looked_into(source, storage_options).newest)]
+    names = [one.name for one in reversed(list_checkpoints(source, storage_options).newest)]
     if not names:
         with open_store(source, storage_options) as store:
             advice = advice_at(store, store.entries())
         raise NotACheckpointError(f"{store.url}: no checkpoint of ckpt's own format{advice}")
     for name in places.bases_first(names):
-        yield places.copied(name)
+        yield places.copy(name)
     places.copy_pins()
 
 
@@ -139,7 +139,7 @@ class _Places:
                     done.add(name)
                     yield name
 
-    def copied(self, name: str) -> Copied:
+    def copy(self, name: str) -> Copied:
         """Copies one checkpoint of the folder, or the one that the folder is."""
         here = join_url(self.source, name) if name else self.source
         place = join_url(self.target, name) if name else self.target

@@ -18,7 +18,7 @@ from ckpt.loading.newest import newest_first, order_of, seconds_of
 from ckpt.removing.delete import delete_step
 from ckpt.run.history import check_no_foreign_steps, run_steps
 from ckpt.run.local_tier import LocalOptions, LocalTier
-from ckpt.run.memory_tier import Memory, MemoryTier, opened
+from ckpt.run.memory_tier import Memory, MemoryTier, open_live_state
 from ckpt.run.owner import Ownership
 from ckpt.run.policy import Failures, RunStep, newest_steps
 from ckpt.run.provenance import host_name, machine, provenance
@@ -85,7 +85,7 @@ class RunRanks:
 
         def open_live() -> LiveState:
             with self._ranks.call(CALL):
-                return opened(options, self.url, self._ranks, group, timeout)
+                return open_live_state(options, self.url, self._ranks, group, timeout)
 
         return MemoryTier(options, open_live, failures, self.is_first)
 
@@ -119,7 +119,9 @@ class RunRanks:
 
         place = f"{host_name()} {machine()} {folder}"
         record = [host_name(), arguments, place if folder else ""]
-        others, text, steps, places = self._joined("comparing arguments", lambda: record, join)
+        others, text, steps, places = self._merge_records(
+            "comparing arguments", lambda: record, join
+        )
         if others:
             raise ArgumentError(
                 f"{self.url}: rank {others[0]} made its Checkpointer with other arguments than "
@@ -133,7 +135,7 @@ class RunRanks:
         def take(records: Sequence[bytes]) -> bytes:
             return json.dumps([owner.take(least)]).encode()
 
-        (epoch,) = self._joined("taking the run", lambda: None, take)
+        (epoch,) = self._merge_records("taking the run", lambda: None, take)
         return int(epoch)
 
     def agree_on_step(
@@ -160,7 +162,7 @@ class RunRanks:
             return json.dumps([others, received, saving, is_due(saving), next_exchange]).encode()
 
         record = [step, received, is_saving]
-        others, *agreed = self._joined("agreeing on a step", lambda: record, join)
+        others, *agreed = self._merge_records("agreeing on a step", lambda: record, join)
         _check_same_step(others)
         return StepAgreement(*agreed)
 
@@ -176,7 +178,7 @@ class RunRanks:
             return json.dumps([rows[0][0] if is_one else None, all(r[1] for r in rows)]).encode()
 
         record = [step, is_whole]
-        last, all_whole = self._joined("agreeing after an exception", lambda: record, join)
+        last, all_whole = self._merge_records("agreeing after an exception", lambda: record, join)
         return last, all_whole
 
     def can_save_locally(self, step: int, is_saving: bool) -> bool:
@@ -191,7 +193,7 @@ class RunRanks:
             return json.dumps([others, any(row[1] for row in rows)]).encode()
 
         record = [step, is_saving]
-        others, saving = self._joined("agreeing on a local step", lambda: record, join)
+        others, saving = self._merge_records("agreeing on a local step", lambda: record, join)
         _check_same_step(others)
         return not saving
 
@@ -205,7 +207,7 @@ class RunRanks:
             first, *others = ({tuple(one) for one in json.loads(record)} for record in records)
             return json.dumps(sorted(first.intersection(*others))).encode()
 
-        rows = self._joined("comparing local steps", own, join)
+        rows = self._merge_records("comparing local steps", own, join)
         return newest_steps(
             RunStep(step, folder_name(step), seconds_of(began), order=order_of(order))
             for began, order, step in rows
@@ -214,11 +216,11 @@ class RunRanks:
     def steps(self) -> list[RunStep]:
         """Returns the committed checkpoints that rank 0 sees, newest first, without `program`."""
 
-        def listed(records: Sequence[bytes]) -> bytes:
+        def list_steps(records: Sequence[bytes]) -> bytes:
             found = run_steps(self.url, storage_options=self._options)
             return json.dumps([_row(one) for one in found]).encode()
 
-        rows = self._joined("listing the checkpoints of the run", lambda: None, listed)
+        rows = self._merge_records("listing the checkpoints of the run", lambda: None, list_steps)
         return [_of_row(row) for row in rows]
 
     def run_on_first(self, stage: str, action: Callable[[], object]) -> None:
@@ -280,7 +282,7 @@ class RunRanks:
         These are the steps of the run at `url`, newest first. Any other place is one checkpoint.
         """
 
-        def listed(records: Sequence[bytes]) -> bytes:
+        def list_places(records: Sequence[bytes]) -> bytes:
             with suppress(CkptError, OSError):  # the load has the better error
                 steps = run_steps(url, storage_options=options)
                 with open_store(url, options) as store:
@@ -289,9 +291,9 @@ class RunRanks:
                     return json.dumps([join_url(url, one.name) for one in steps]).encode()
             return json.dumps([url]).encode()
 
-        return self._joined("listing the run to begin from", lambda: None, listed)
+        return self._merge_records("listing the run to begin from", lambda: None, list_places)
 
-    def checked(self, make: Callable[[], T]) -> T:
+    def check_on_all(self, make: Callable[[], T]) -> T:
         """Returns the result of `make`, which checks arguments; its error on one rank is on all."""
         try:
             return make()
@@ -309,7 +311,7 @@ class RunRanks:
         if self.is_first:
             _log.warning("%s: %s", without_secrets(self.url), text)
 
-    def _joined(
+    def _merge_records(
         self,
         stage: str,
         record: Callable[[], object],
@@ -317,7 +319,7 @@ class RunRanks:
     ) -> list[Any]:
         with self._ranks.call(CALL):
             data = json.dumps(record()).encode()
-            answer: list[Any] = json.loads(self._ranks.joined(stage, data, join))
+            answer: list[Any] = json.loads(self._ranks.merge_records(stage, data, join))
         return answer
 
 

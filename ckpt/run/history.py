@@ -24,14 +24,14 @@ from typing import NamedTuple
 from warnings import warn
 
 from ckpt.errors import ExistsError, UnreadableWarning
-from ckpt.loading.newest import BEGAN, ORDER, Committed, looked_into
+from ckpt.loading.newest import BEGAN, ORDER, Committed, list_checkpoints
 from ckpt.run.policy import RunStep, newest_steps
 from ckpt.step_names import pins_in, step_of
 from ckpt.stores.store import Options, open_store
 from ckpt.transfer.facts import Checkpoints, Listing
 from formats.detect import folder_format
 from formats.native.manifest import NONFINITE
-from sharding.errors import ArgumentError, ArgumentTypeError, listed, without_secrets
+from sharding.errors import ArgumentError, ArgumentTypeError, format_names, without_secrets
 
 __all__ = ["RunStep", "run_steps"]
 
@@ -45,7 +45,7 @@ MOST = 1 << 1000
 """Larger integers cannot be metrics: they exceed all floats."""
 
 
-def checked_step(step: object) -> int:
+def check_step(step: object) -> int:
     """Returns a step as an int.
 
     Raises ArgumentTypeError unless it is a whole number, ArgumentError for one whose folder
@@ -72,7 +72,7 @@ def run_steps(url: str | os.PathLike[str], *, storage_options: Options = None) -
     ...     [(one.step, one.metrics["loss"]) for one in ckpt.run_steps(folder)]
     [(4, 0.25), (2, 0.5)]
     """
-    run = listed_steps(url, storage_options)
+    run = list_steps(url, storage_options)
     if run.unreadable:
         warn(unreadable_warning(os.fspath(url), run.unreadable), stacklevel=2)
     return run.steps
@@ -89,7 +89,7 @@ class RunListing(NamedTuple):
     """All checkpoints in the folder; None if there is no folder."""
 
 
-def listed_steps(
+def list_steps(
     url: str | os.PathLike[str],
     options: Options,
     with_bases: bool = False,
@@ -100,7 +100,7 @@ def listed_steps(
     Raises OSError if the only steps are some that cannot be read: a run does not begin anew there.
     """
     try:
-        seen = looked_into(url, options, with_bases, listing)
+        seen = list_checkpoints(url, options, with_bases, listing)
         with open_store(url, options) as store:
             names = seen.found.names()
             pins = pins_in(store.names() if names is None else names)
@@ -123,7 +123,8 @@ def unreadable_warning(url: str, unreadable: Mapping[str, str]) -> UnreadableWar
     said = "; ".join(reasons[:SHOWN])
     more = f"; and {len(reasons) - SHOWN} more" if len(reasons) > SHOWN else ""
     return UnreadableWarning(
-        f"{without_secrets(url)}: left out: {listed([*unreadable], SHOWN)}, which cannot be read: "
+        f"{without_secrets(url)}: left out: {format_names([*unreadable], SHOWN)}, which "
+        "cannot be read: "
         f"{said}{more}"
     )
 

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ckpt.errors import CkptError
-from ckpt.loading.newest import BEGAN, ORDER, committed
+from ckpt.loading.newest import BEGAN, ORDER, list_committed
 from ckpt.removing.gc import remove_marked
 from ckpt.run.policy import Keep
 from ckpt.step_names import folder_name, step_of
@@ -111,7 +111,7 @@ class LocalTier:
         Raises ArgumentError if the folder has steps of another run.
         """
         try:
-            found = committed(self.options.folder, None)
+            found = list_committed(self.options.folder, None)
         except FileNotFoundError:
             return []
         mine, steps = self.metadata[HOSTS], []

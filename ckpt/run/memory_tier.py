@@ -26,12 +26,12 @@ from ckpt.errors import CkptError, NotACheckpointError, UnreachableError
 from ckpt.live.hosts import (
     Hosts,
     Listening,
-    led,
+    gather,
     new_token,
     own_address,
     place_of_rank,
-    started,
-    told,
+    start_server,
+    start_servers,
 )
 from ckpt.live.process import HostServer
 from ckpt.live.protocol import (
@@ -154,7 +154,9 @@ def name_of_run(url: str) -> str:
     return f"run-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
 
 
-def opened(options: Memory, url: str, ranks: Ranks, group: Group, timeout: float) -> LiveState:
+def open_live_state(
+    options: Memory, url: str, ranks: Ranks, group: Group, timeout: float
+) -> LiveState:
     """Returns the live state of the run at `url`, with its servers of before or new ones.
 
     All ranks call this.
@@ -162,7 +164,7 @@ def opened(options: Memory, url: str, ranks: Ranks, group: Group, timeout: float
     Raises:
         RankError: a server could not start.
     """
-    rows = told(ranks, place_of_rank())
+    rows = gather(ranks, place_of_rank())
     places, networks = [row[0] for row in rows], {row[1] for row in rows}
     address = options.address or (own_address() if len(networks) > 1 else None)
     how = Listening(
@@ -170,7 +172,7 @@ def opened(options: Memory, url: str, ranks: Ranks, group: Group, timeout: float
     )
     leads = places.index(places[ranks.rank]) == ranks.rank
     mine = ranks.run_on_all("looking for servers", lambda: _there(how.name) if leads else None)
-    known = told(ranks, [mine.began, mine.token] if mine else [0.0, ""])
+    known = gather(ranks, [mine.began, mine.token] if mine else [0.0, ""])
     _, token = max(known)
 
     def start(new: str) -> HostServer:
@@ -179,9 +181,9 @@ def opened(options: Memory, url: str, ranks: Ranks, group: Group, timeout: float
         if mine is not None:  # of an earlier start of the run: others know of newer steps
             with mine.server:
                 mine.server.remove()
-        return started(how, new)
+        return start_server(how, new)
 
-    hosts = led(ranks, how, places, token or told(ranks, new_token())[0], start)
+    hosts = start_servers(ranks, how, places, token or gather(ranks, new_token())[0], start)
     live = LiveState(hosts, None, group, LEASE_SECONDS, timeout)
     live.replicas = options.replicas
     return live
@@ -216,7 +218,7 @@ class MemoryTier:
     def __init__(
         self, options: Memory, open_live: Callable[[], LiveState], failures: Failures, tells: bool
     ) -> None:
-        """`open_live` calls `opened` on all ranks; this rank `tells` of failures or does not."""
+        """`open_live` calls `open_live_state` on all ranks; this rank `tells` failures or not."""
         self._options, self._open, self._live = options, open_live, open_live()
         self._failures, self._tells = failures, tells
         self._has_failed = False
@@ -243,9 +245,9 @@ class MemoryTier:
                 self._open_again()
             age = {key: metadata[key] for key in (STEP, BEGAN, ORDER)}
             info = {**age, TOKEN: self._live.hosts.token}
-            self._handle = self._live.updated(state, self._newest, metadata, info)
+            self._handle = self._live.update_state(state, self._newest, metadata, info)
         except Exception as error:
-            self._failed(error)
+            self._count_failure(error)
         if waits:
             self.settle()
         return self._failures.count == failures
@@ -257,7 +259,7 @@ class MemoryTier:
             try:
                 handle.wait()
             except Exception as error:
-                self._failed(error)
+                self._count_failure(error)
 
     def _open_again(self) -> None:
         """Follows rule 4. Servers that live have an owner at any time."""
@@ -265,7 +267,7 @@ class MemoryTier:
         before.end()
         self._has_failed = False
 
-    def _failed(self, error: Exception) -> None:
+    def _count_failure(self, error: Exception) -> None:
         self._has_failed = True
         place = f"step {self._step} in memory ({self._live.hosts.url.shown})"
         self._failures.add(error, place, "the next step", self._tells)
@@ -283,7 +285,7 @@ class MemoryTier:
             versions = {number: _json(one) for number, one in server.versions().items()}
             return [list(server.address), versions]
 
-        rows = told(ranks, ranks.run_on_all("listing the steps in memory", list_versions))
+        rows = gather(ranks, ranks.run_on_all("listing the steps in memory", list_versions))
         servers: Told = [((r[0][0], r[0][1]), versions_of(r[1])) for r in rows if r is not None]
         self._newest = max((v for _, known in servers for v in known), default=self._newest)
         found = whole(servers)

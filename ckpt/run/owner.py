@@ -121,7 +121,7 @@ class Ownership:
         with open_store(self._url, self._options) as store:
             there = epochs(store.names())
             for other in there:
-                run = self._told(store, other).get("run")
+                run = self._read_start(store, other).get("run")
                 if run is not None and run != self._run:
                     raise ArgumentError(
                         f"{self._url} belongs to the run {run}; give each run a local folder of "
@@ -177,7 +177,7 @@ class Ownership:
         """Whether the start that took an epoch began after this one."""
         if self._found is None or epoch <= self._found:
             return False
-        told = self._told(store, epoch)
+        told = self._read_start(store, epoch)
         found, started = told.get("found"), told.get("started")
         if type(found) is not int or not isinstance(started, str):  # of an older release
             return False
@@ -187,9 +187,9 @@ class Ownership:
         newest = max(there, default=0)
         if newest <= self.epoch:
             return
-        told = self._told(store, newest)
+        told = self._read_start(store, newest)
         since = seconds_of(str(told.get("began")))
-        age = f", which began to save {_shown(time.time() - since)} ago" if since else ""
+        age = f", which began to save {_format_age(time.time() - since)} ago" if since else ""
         command = str(told.get("command", ""))[:SHOWN_CHARS]
         raise NotOwnerError(
             f"{without_secrets(self._url)} belongs to another job now: host {told.get('host')}, "
@@ -213,7 +213,7 @@ class Ownership:
         }
         return json.dumps(told).encode()
 
-    def _told(self, store: Store, epoch: int) -> dict[str, object]:
+    def _read_start(self, store: Store, epoch: int) -> dict[str, object]:
         """Returns the content of a start's file; empty if it is gone or damaged."""
         try:
             found = json.loads(store.read_whole(file_name(epoch), MOST_BYTES))
@@ -228,10 +228,10 @@ class Ownership:
                     store.delete(file_name(older))
 
 
-def _shown(seconds: float) -> str:
+def _format_age(seconds: float) -> str:
     """Returns an age as text.
 
-    >>> _shown(90.0), _shown(5400.0)
+    >>> _format_age(90.0), _format_age(5400.0)
     ('90 s', '90 min')
     """
     return f"{max(0.0, seconds):.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -23,7 +23,7 @@ from warnings import warn
 
 from ckpt.errors import CkptError, InUseError, NotACheckpointError, NotOwnerError, SaveFailedWarning
 from ckpt.removing.delete import delete_step
-from ckpt.run.history import listed_steps
+from ckpt.run.history import list_steps
 from ckpt.run.owner import FRESH_SECONDS, Ownership
 from ckpt.run.policy import Keep, RunStep, removable
 from ckpt.step_names import folder_name, pin_file
@@ -88,7 +88,7 @@ def removals(
     the end, where the store has use for one.
     """
     listing = None if owner is None else owner.listing(FRESH_SECONDS)
-    run = listed_steps(url, options, with_bases=local_path(url) is None, listing=listing)
+    run = list_steps(url, options, with_bases=local_path(url) is None, listing=listing)
     steps, found = removable(run.steps, keep, time.time()), run.found
     if found is None:
         return
@@ -96,7 +96,7 @@ def removals(
         yield from _one_by_one(url, steps, options, dry_run, look)
         return
     with open_store(url, options) as store:
-        done, stay = _unneeded(url, store, steps, found)
+        done, stay = _split_unneeded(url, store, steps, found)
         yield from stay
         if done and not dry_run:
             if look is not None:
@@ -112,7 +112,7 @@ def removals(
                 _log.info("%s: the index was not written: %s", without_secrets(url), error)
 
 
-def _unneeded(
+def _split_unneeded(
     url: str, store: Store, steps: Sequence[RunStep], found: Checkpoints
 ) -> tuple[list[RunStep], list[Removal]]:
     """Returns the steps from which none borrows that stays, and those that must stay."""

@@ -33,7 +33,7 @@ from ckpt.saving.save import save_with
 from ckpt.saving.staging import When, optimizers, runs_hooks
 from ckpt.step_names import folder_name
 from ckpt.stores.store import Options, local_path, split_url
-from ckpt.transfer.facts import Beside, noted
+from ckpt.transfer.facts import Beside, find_known
 from ckpt.transfer.replica_hashes import Replicas
 from ckpt.transfer.write_job import Compress
 from formats.native.manifest import MANIFEST
@@ -58,12 +58,12 @@ class SaveArguments:
     timeout: float
 
     def __post_init__(self) -> None:
-        checked_metadata(self.metadata)
+        check_metadata(self.metadata)
         if self.deadline is not None:
             check_seconds("deadline", self.deadline)
 
 
-def checked_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
+def check_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
     """Returns a user's metadata. Raises ArgumentError if they have a key of the run's own."""
     if not isinstance(metadata, Mapping):
         raise ArgumentTypeError(f"metadata is {metadata!r:.80}; give a dict of texts")
@@ -180,7 +180,7 @@ class RunSaves:
             try:
                 self.owner.epoch = self._ranks.take(self.owner, counter.epoch)
             except Exception as error:
-                self._failed(error)
+                self._count_failure(error)
                 return False
             counter.take(self.owner.epoch)
         return True
@@ -256,7 +256,7 @@ class RunSaves:
                 timeout=seconds,
             )
         except Exception as error:
-            self._failed(error)
+            self._count_failure(error)
             return False
         if how.blocking or is_last:
             failures = self._failures.count
@@ -272,7 +272,7 @@ class RunSaves:
         try:
             handle.wait()
         except Exception as error:
-            self._failed(error)
+            self._count_failure(error)
             return
         _, tier = self._saved
         keep, url, options = self._keep, self._ranks.url, self._arguments.storage_options
@@ -286,7 +286,7 @@ class RunSaves:
         elif not keep.keeps_all or local_path(url) is None:  # a bucket has an index
             self.tidying.wait()
             folder, name = split_url(self._place())
-            self.owner.add(f"{name}/{MANIFEST}", noted(folder, name))
+            self.owner.add(f"{name}/{MANIFEST}", find_known(folder, name))
             self.tidying.begin(url, keep, options, self.owner.look, self.owner)
 
     def _place(self) -> str:
@@ -294,7 +294,7 @@ class RunSaves:
         step, tier = self._saved
         return self._ranks.place(step) if tier is None else tier.place(step)
 
-    def _failed(self, error: Exception) -> None:
+    def _count_failure(self, error: Exception) -> None:
         """Counts a failure of the last save and warns of it, or raises its error."""
         step, tier = self._saved
         if isinstance(error, NotOwnerError) or getattr(error, "error", "") == "NotOwnerError":

@@ -1,6 +1,6 @@
 """The steps of all saves: the ranks agree on a plan, and make a manifest of the written files.
 
-`agreed_attempt` communicates once, after describing: errors, hashes of structure, values and
+`agree_on_attempt` communicates once, after describing: errors, hashes of structure, values and
 replicas, the attempt's ID. The ranks exchange descriptions, values and hashes of single tensors
 only if those hashes differ. `finish` communicates twice: when all ranks have written, and when
 rank 0 has committed. It may run in the background, by connections of its own.
@@ -24,7 +24,7 @@ import torch
 from ckpt.arguments import DtypeName
 from ckpt.errors import ExistsError, NotOwnerError, RankError, ReplicasWarning, StateError
 from ckpt.plan.reuse import keeps_last
-from ckpt.plan.save_plan import SavePlan, host_layouts, plan_save, stored_layouts
+from ckpt.plan.save_plan import SavePlan, choose_layouts, host_layouts, plan_save
 from ckpt.state.flatten import FlatState, Leaf, flatten
 from ckpt.state.memory import copy_in_range
 from ckpt.state.merged_state import (
@@ -41,7 +41,7 @@ from ckpt.stores.store import Store, split_url
 from ckpt.transfer.bases import bases_used, check_unused, folder_beside
 from ckpt.transfer.commit import check_no_link, check_no_other, commit, is_not_there, now
 from ckpt.transfer.facts import Beside
-from ckpt.transfer.replica_hashes import WAYS, ReplicaHashes, Replicas, named
+from ckpt.transfer.replica_hashes import WAYS, ReplicaHashes, Replicas, format_names
 from ckpt.transfer.write_job import Compress, WriteJob
 from ckpt.version import __version__
 from formats.native.manifest import (
@@ -128,7 +128,7 @@ class SaveAttempt:
         """The name of a rank's shard file."""
         return f"{self.attempt_id:016x}-{self.mesh.rank((rank,)):05d}.safetensors"
 
-    def noted(self, key: str, text: str) -> SaveAttempt:
+    def with_note(self, key: str, text: str) -> SaveAttempt:
         """Returns the attempt with a text of the writer for the manifest."""
         metadata = {key: text, **self.options.metadata}
         return replace(self, options=replace(self.options, metadata=metadata))
@@ -142,7 +142,7 @@ class SaveAttempt:
         return WriteJob(url, self.file_name, *how)
 
 
-def agreed_attempt(
+def agree_on_attempt(
     ranks: Ranks,
     state: object,
     options: SaveOptions,
@@ -157,7 +157,7 @@ def agreed_attempt(
     `note` first.
     """
 
-    def described() -> FlatState:
+    def describe() -> FlatState:
         check()
         flat = flatten(state, ranks.mesh)
         if options.dtype is not None:
@@ -180,7 +180,7 @@ def agreed_attempt(
     held = agree_on_state(
         ranks,
         "describing the state",
-        described,
+        describe,
         options.attempt_id(),
         arguments,
         hashes.weigh,
@@ -250,7 +250,7 @@ def _cast(flat: FlatState, dtype: StoredDtypes) -> FlatState:
 # A training saves the same tensors again and again.
 _last_check = keeps_last(check_members)
 _last_hosts = keeps_last(host_layouts)
-_last_layouts = keeps_last(stored_layouts)
+_last_layouts = keeps_last(choose_layouts)
 _last_plan = keeps_last(plan_save)
 
 
@@ -315,7 +315,7 @@ def _differing(ranks: Ranks, held: MergedState, hashes: ReplicaHashes) -> list[s
     if not found:
         return []
     names = [each.name for each in found]
-    told = f"not the same on all ranks that have them: {named(found)}"
+    told = f"not the same on all ranks that have them: {format_names(found)}"
     if hashes.way == "check":
         raise StateError(
             f"{told}; nothing was written; make them equal, or give tensors that differ between "
@@ -341,7 +341,7 @@ def _warn_of_values(ranks: Ranks, held: MergedState) -> None:
         warn(conflict(ranks, names), stacklevel=4)
 
 
-def packed(summary: ShardSummary | None) -> bytes:
+def pack_summary(summary: ShardSummary | None) -> bytes:
     """Returns the manifest's facts about a rank's file as bytes; empty without a file."""
     if summary is None:
         return b""
@@ -351,8 +351,8 @@ def packed(summary: ShardSummary | None) -> bytes:
     return (f"{sizes} {s.used:x} {s.base_digest}{counted}" if s.used else sizes + counted).encode()
 
 
-def unpacked(record: bytes) -> ShardSummary:
-    """Returns the facts that `packed` made into bytes."""
+def unpack_summary(record: bytes) -> ShardSummary:
+    """Returns the facts that `pack_summary` made into bytes."""
     text, _, counted = record.decode().partition(" nonfinite=")
     size, header, table, digest, *borrowed = text.split()
     used, base_digest = (int(borrowed[0], 16), borrowed[1]) if borrowed else (0, "")
@@ -372,7 +372,7 @@ def finish(
     All ranks call this, each with the result of its own file, or its error.
     """
     try:
-        records = ranks.gather("writing", packed(written), error)
+        records = ranks.gather("writing", pack_summary(written), error)
     except Exception as failed:
         # Once rank 0 knows of the failure, no manifest will refer to this rank's file.
         if not _is_without_word(failed):
@@ -381,7 +381,7 @@ def finish(
     failure = None
     ranks.doing("committing")
     if attempt.options.host:
-        records, attempt = _told_to_hosts(ranks, attempt, records)
+        records, attempt = _record_for_hosts(ranks, attempt, records)
     if ranks.rank == 0 or ranks.global_rank == min(attempt.options.host, default=0):
         _, failure = result_or_error(lambda: write_manifest(store, attempt, records))
         if failure is not None and not attempt.options.host:
@@ -436,7 +436,7 @@ def _is_without_word(error: Exception) -> bool:
     return isinstance(error, RankError) and error.rank == 0 and error.error in (ENDED, LATE)
 
 
-def _told_to_hosts(
+def _record_for_hosts(
     ranks: Ranks, attempt: SaveAttempt, records: Sequence[bytes]
 ) -> tuple[list[bytes], SaveAttempt]:
     """Returns all ranks' records, and the attempt with rank 0's metadata. All ranks call this."""
@@ -452,17 +452,17 @@ def write_manifest(store: Store, attempt: SaveAttempt, records: Sequence[bytes])
     Rank 0 alone calls this, or one rank of each host, when all ranks have written.
     """
     options = attempt.options
-    summaries = {rank: unpacked(record) for rank, record in enumerate(records) if record}
+    summaries = {rank: unpack_summary(record) for rank, record in enumerate(records) if record}
     used: dict[str, int] = {}
     for summary in summaries.values():
         if summary.used:
             used[summary.base_digest] = used.get(summary.base_digest, 0) | summary.used
     base = options.base
     bases = bases_used(store.url, base, used, store.options) if base is not None else ()
-    attempt = attempt.noted(SAVE_SECONDS, f"{now() - attempt.began:.3f}")
+    attempt = attempt.with_note(SAVE_SECONDS, f"{now() - attempt.began:.3f}")
     if options.counts:
         count = sum(summary.nonfinite or 0 for summary in summaries.values())
-        attempt = attempt.noted(NONFINITE, str(count))
+        attempt = attempt.with_note(NONFINITE, str(count))
         if count:
             _log.warning("%s: %d numbers are NaN or infinite", without_secrets(store.url), count)
     manifest = manifest_of(attempt, summaries, bases)
@@ -476,7 +476,7 @@ def manifest_of(
 ) -> Manifest:
     """Returns the manifest of an attempt's files; `summaries` has them by the rank's position."""
     files = [
-        summary.named(attempt.file_of(rank), attempt.mesh.rank((rank,)))
+        summary.to_file(attempt.file_of(rank), attempt.mesh.rank((rank,)))
         for rank, summary in summaries.items()
     ]
     writer = writer_of(attempt.mesh.size, attempt.options.metadata)

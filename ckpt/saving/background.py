@@ -21,7 +21,7 @@ from ckpt.display import printable, size
 from ckpt.errors import CkptError, StoreError, WaitTimeoutError
 from ckpt.opening.in_flight import SaveQueue, saves
 from ckpt.saving.agreement import SaveAttempt, finish
-from ckpt.saving.staging import OVERLAPPED, Staging, When, held_storages, slots
+from ckpt.saving.staging import OVERLAPPED, Staging, When, addresses_of_hooked, slots
 from ckpt.saving.writers import ArenaWriter, arena_writer, write_here
 from ckpt.state.flatten import Leaf
 from ckpt.stores.store import absolute, open_store, place_elsewhere
@@ -114,7 +114,7 @@ class Folder:
 
     def end(self, ranks: Ranks, written: ShardSummary | None, error: Exception | None) -> None:
         """Commits the checkpoint."""
-        attempt = self.attempt.noted(STAGED_SECONDS, f"{self.handle.staged_seconds:.3f}")
+        attempt = self.attempt.with_note(STAGED_SECONDS, f"{self.handle.staged_seconds:.3f}")
         with open_store(self.handle.url, self.options) as store:
             finish(store, ranks, attempt, written, error)
 
@@ -175,7 +175,7 @@ def _stage(target: Target, leaves: Sequence[Leaf], state: object, when: When) ->
     plan = target.attempt.plan
     place, found = target.arena_writer(), slots(plan, leaves)
     data = place.reserve(plan.nbytes)
-    held = held_storages(state) if when == OVERLAPPED else set()
+    held = addresses_of_hooked(state) if when == OVERLAPPED else set()
     workers = workers_for(target.attempt.mesh.size)
     return _Staged(place, Staging(found, data, place.arena, held, workers), data)
 

@@ -1,6 +1,6 @@
 """Saving: describe, plan, write, commit; or stage, and do the rest in the background.
 
-The ranks communicate three times: in `agreed_attempt`, before anything is written; after writing,
+The ranks communicate three times: in `agree_on_attempt`, before anything is written; after writing,
 when rank 0 gets one record of each rank; and when the commit has ended. In a background save the
 call does the first, and `ckpt.saving.background` the others. A failure before the commit leaves
 nothing that a reader would take for a checkpoint.
@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Literal, get_args, overload
 from ckpt.arguments import WhenBusy, check_order, check_word
 from ckpt.errors import BusyError, RankError
 from ckpt.opening import in_flight
-from ckpt.plan.reuse import collected_later
-from ckpt.plan.save_plan import plan_save, stored_layouts
+from ckpt.plan.reuse import pause_collection
+from ckpt.plan.save_plan import choose_layouts, plan_save
 from ckpt.saving.agreement import (
     SaveAttempt,
     SaveOptions,
     StoredDtypes,
-    agreed_attempt,
+    agree_on_attempt,
     check_options,
     finish,
 )
@@ -212,12 +212,12 @@ def save_with(
     ranks = Ranks(group, timeout)
     later = None if blocking else Ranks(group, timeout, "saves in the background")
     name = "ckpt.save" if blocking else "ckpt.save(blocking=False)"
-    with in_flight.told_by_this_call() as begun, ranks.call(name, later):
+    with in_flight.mark_errors_seen() as begun, ranks.call(name, later):
         check_order("ckpt.save", url, state)
         options = make_options()
         if when_busy == "wait":
             in_flight.saves.wait()
-        with open_store(url, storage_options) as store, collected_later(), ExitStack() as stack:
+        with open_store(url, storage_options) as store, pause_collection(), ExitStack() as stack:
 
             def check() -> None:
                 turn = None if blocking else stack
@@ -230,7 +230,7 @@ def save_with(
             path = local_path(store.url)
             is_new = path is None or not os.path.lexists(path)  # no rank writes before all agree
             try:
-                attempt, leaves = agreed_attempt(ranks, state, options, check, arguments)
+                attempt, leaves = agree_on_attempt(ranks, state, options, check, arguments)
             except RankError as error:
                 if error.error == BusyError.__name__:
                     raise BusyError(str(error)) from error
@@ -309,15 +309,15 @@ def prepare(state: object, *, group: Group = None, timeout: float = TIMEOUT_SECO
     >>> ckpt.prepare({"w": torch.ones(2)})
     """
     ranks = Ranks(group, timeout)
-    with ranks.call("ckpt.prepare"), collected_later(), ExitStack() as stack:
+    with ranks.call("ckpt.prepare"), pause_collection(), ExitStack() as stack:
         in_flight.saves.wait()
 
-        def described() -> FlatState:
+        def describe() -> FlatState:
             check_free(in_flight.saves, "wait", stack, ranks.is_single_process)
             return flatten(state, ranks.mesh)
 
-        held = agree_on_state(ranks, "describing the state", described)
-        stored = stored_layouts(held.whole.tensors)
+        held = agree_on_state(ranks, "describing the state", describe)
+        stored = choose_layouts(held.whole.tensors)
         plan = plan_save(spec_of(held.flat).tensors, stored, ranks.global_rank)
         leaves = list(held.flat.leaves.values())
         for_cuda = any(leaves[item.source].local.is_cuda for item in plan.items)

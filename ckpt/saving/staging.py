@@ -48,7 +48,7 @@ from ckpt.errors import StateChangedError
 from ckpt.plan.save_plan import SavePlan, WriteItem
 from ckpt.saving.arena import Arena
 from ckpt.state.flatten import Leaf
-from ckpt.state.memory import is_plain, sampled
+from ckpt.state.memory import is_plain, take_samples
 from ckpt.state.stateful import MAX_DEPTH
 from ckpt.transfer.write import blocks
 
@@ -184,7 +184,7 @@ class Staging:
         later = set(map(id, self._later))
         self._copy_now([slot for slot in found if id(slot) not in later], arena, workers)
         self._later = [_of_now(slot) for slot in self._later]
-        self._samples = sampled([slot.flat for slot in self._later])
+        self._samples = take_samples([slot.flat for slot in self._later])
         self._versions = [_version(slot.leaf) for slot in self._later]
         for slot in self._later:
             if slot.local.is_cuda:
@@ -211,7 +211,7 @@ class Staging:
         try:
             self._copies.finish()
             self._devices.finish()
-            changed = list(self._changed())
+            changed = list(self._find_changed())
         finally:
             self._copies.drop()
             self._later, self._data = [], memoryview(b"")
@@ -250,13 +250,13 @@ class Staging:
         copy_all(plain, self._data, arena, workers)
         self._devices.finish()
 
-    def _changed(self) -> list[str]:
+    def _find_changed(self) -> list[str]:
         """Returns the names of tensors whose copies differ from their content at the call."""
         copied = [
             torch.frombuffer(self._data, dtype=torch.uint8, count=item.nbytes, offset=item.offset)
             for item, _ in self._later
         ]
-        differs = (sampled(copied) != self._samples).any(axis=1)
+        differs = (take_samples(copied) != self._samples).any(axis=1)
         return [
             slot.item.name
             for slot, version, is_other in zip(self._later, self._versions, differs, strict=True)
@@ -457,7 +457,7 @@ def optimizers(state: object, depth: int = 0) -> Iterator[Optimizer]:
             yield from optimizers(item, depth + 1)
 
 
-def held_storages(state: object) -> set[int]:
+def addresses_of_hooked(state: object) -> set[int]:
     """Returns the addresses of storages in a state that only steps with hooks write to."""
     held: set[int] = set()
     free: set[int] = set()

@@ -44,7 +44,7 @@ class WriterProcess:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         with explained_on_disk("starting", "the process that writes background saves"):
-            self._connection, self.process = _started(arena)
+            self._connection, self.process = _start_process(arena)
         # A forked child, such as a data loader's, would keep the connection open.
         os.register_at_fork(after_in_child=self._connection.close)
 
@@ -98,7 +98,7 @@ class WriterProcess:
             raise
 
 
-def _started(arena: Arena) -> tuple[Connection, subprocess.Popen[bytes]]:
+def _start_process(arena: Arena) -> tuple[Connection, subprocess.Popen[bytes]]:
     """Starts the process; returns the trainer's end of the connection to it. Raises OSError."""
     with ExitStack() as stack:
         ours, theirs = Pipe()

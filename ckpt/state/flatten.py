@@ -21,11 +21,11 @@ from ckpt.errors import StateError
 from ckpt.state.memory import (
     ORDINARY,
     address_of,
-    awaited,
     check_mode,
     kind_problem,
     memory_problem,
     torch_can_share,
+    wait_for,
 )
 from ckpt.state.saved import holds_tensor
 from ckpt.state.stateful import (
@@ -39,19 +39,19 @@ from ckpt.state.stateful import (
     identity,
     is_packed,
     optimizer_entries,
-    packed_state,
+    pack_state,
     parameter_names,
 )
 from ckpt.state.typed_values import (
     OF_TYPE,
     Kind,
+    format_path,
     instead_of,
     instead_of_array,
     instead_of_key,
     is_number,
     is_plain_array,
-    shown,
-    typed,
+    make_typed,
 )
 from formats.catalog import Key, TensorRef, Tree, TypedValue, join, versions_in
 from formats.dtypes import DType, dtype_of_torch
@@ -66,7 +66,7 @@ from sharding.describe.describing import (
     describe_module,
     part_of,
 )
-from sharding.describe.dtensor import described_before, replicated
+from sharding.describe.dtensor import describe_known, get_replicated
 from sharding.describe.members import LocalPart
 from sharding.layout import Layout, Mesh, is_dense
 
@@ -178,7 +178,8 @@ class _Flattener:
             return self._tensor(node, path, name or ROOT)
         if len(path) > MAX_DEPTH:
             raise StateError(
-                f"{shown(path[:8])}...: nests deeper than {MAX_DEPTH} levels; does it hold itself?"
+                f"{format_path(path[:8])}...: nests deeper than {MAX_DEPTH} levels; does it "
+                "hold itself?"
             )
         if kind is int:
             self.names.append(name)
@@ -190,7 +191,7 @@ class _Flattener:
         if kind is list or kind is tuple or kind is torch.Size:
             return self._items(node, path, name)  # type: ignore[arg-type]
         if isinstance(node, nn.Module):
-            with call_of("state_dict", shown(path)):
+            with call_of("state_dict", format_path(path)):
                 entries = describe_module(node)
             self._note_versions(entries, name)
             return self._dict(entries, path, name)
@@ -201,23 +202,23 @@ class _Flattener:
         if is_number(node):
             return self._walk(node.item(), path, name)
         if kind in OF_TYPE:
-            return self._typed(OF_TYPE[kind], node, path, name)
+            return self._walk_typed(OF_TYPE[kind], node, path, name)
         if isinstance(node, np.str_ | np.bytes_ | torch.dtype):
             self.names.append(name)
             # numpy's `item()` drops the end of a text as padding
             return _dtype_of(node, path) if isinstance(node, torch.dtype) else node[:]
         if _is_object(node):
-            with call_of("state_dict", shown(path)):
+            with call_of("state_dict", format_path(path)):
                 entries = node.state_dict()
             if _is_object(entries):
                 raise StateError(
-                    f"{shown(path)}: state_dict() of a {kind.__qualname__} returns a "
+                    f"{format_path(path)}: state_dict() of a {kind.__qualname__} returns a "
                     f"{type(entries).__qualname__}, which has a state_dict() itself, not a dict"
                 )
             self._keep.append(entries)  # no other tensor gets these addresses until the end
             return self._walk(entries, path, name)
         raise StateError(
-            f"{shown(path)}: a {kind.__module__}.{kind.__qualname__} cannot be stored; "
+            f"{format_path(path)}: a {kind.__module__}.{kind.__qualname__} cannot be stored; "
             f"{instead_of(node)}"
         )
 
@@ -227,15 +228,15 @@ class _Flattener:
             self._versions[name] = versions
 
     def _optimizer(self, node: Optimizer, path: tuple[object, ...], name: str) -> Tree:
-        packed = packed_state(node, shown(path))
+        packed = pack_state(node, format_path(path))
         if not is_packed(packed):
-            check_whole(node, shown(path))
+            check_whole(node, format_path(path))
             self._keep.append(packed)
             return self._walk(packed, path, name)
         named, module, _ = self._parameters.of(node)
         if named:
             self._optimizers[name] = module
-        return self._dict(optimizer_entries(packed, named, shown(path)), path, name)
+        return self._dict(optimizer_entries(packed, named, format_path(path)), path, name)
 
     def _dict(
         self, node: Mapping[Any, object], path: tuple[object, ...], name: str
@@ -251,17 +252,20 @@ class _Flattener:
             for key, item in entries.items()
         }
 
-    def _typed(self, kind: Kind, node: object, path: tuple[object, ...], name: str) -> TypedValue:
+    def _walk_typed(
+        self, kind: Kind, node: object, path: tuple[object, ...], name: str
+    ) -> TypedValue:
         given = enumerate(kind.parts(node))
         before = len(self.names)
         parts = [self._walk(part, (*path, at), name) for at, part in given]
         self.names[before:] = [name]
         if any(map(holds_tensor, parts)):
             raise StateError(
-                f"{shown(path)}: a {kind.name} with tensors in it cannot be stored; store list() "
+                f"{format_path(path)}: a {kind.name} with tensors in it cannot be stored; "
+                "store list() "
                 "of it"
             )
-        return typed(kind, parts)
+        return make_typed(kind, parts)
 
     def _items(self, node: Sequence[object], path: tuple[object, ...], name: str) -> Tree:
         names, tensors = len(self.names), self._tensors
@@ -282,7 +286,9 @@ class _Flattener:
         self.names.append(name)
         self._tensors += 1
         local = given.detach() if given.requires_grad else given
-        self._leaves[name] = Leaf(name, dtype, local, replicated(given.shape, self._world), given)
+        self._leaves[name] = Leaf(
+            name, dtype, local, get_replicated(given.shape, self._world), given
+        )
         return TensorRef(name)
 
     def _tensor(self, given: TensorLike, path: tuple[object, ...], name: str) -> TensorRef:
@@ -290,12 +296,12 @@ class _Flattener:
         self._tensors += 1
         if self._paths is not None:
             self._check_name(name, path, self._paths)
-        before = None if type(given) in ORDINARY else described_before(given)
+        before = None if type(given) in ORDINARY else describe_known(given)
         if before is not None and address_of(before[0]):
             local, layout = before
             first = self._seen.setdefault(id(given), name)
         else:
-            local, layout, given = self._described(given, path, name)
+            local, layout, given = self._describe(given, path, name)
             first = self._first_name(given, name)
         dtype = _DTYPES.get(given.dtype) or _dtype_of(given.dtype, path)
         if first is name:
@@ -307,20 +313,20 @@ class _Flattener:
             self._aliases[name] = first
         return TensorRef(first)
 
-    def _described(
+    def _describe(
         self, given: TensorLike, path: tuple[object, ...], name: str
     ) -> tuple[torch.Tensor, Layout, TensorLike]:
         """Returns the local part of a tensor, its layout, and the tensor that was described."""
         tensor = given
         if isinstance(given, torch.Tensor):
             if type(given) is not torch.Tensor:
-                given = awaited(given)
+                given = wait_for(given)
                 tensor = part_of(given) or given
             if (problem := kind_problem(given)) is not None:
-                raise StateError(f"{shown(path)}: {problem}")
+                raise StateError(f"{format_path(path)}: {problem}")
         local, layout = describe(tensor, name, self._world)
         if (problem := memory_problem(local)) is not None:
-            raise StateError(f"{shown(path)}: {problem}")
+            raise StateError(f"{format_path(path)}: {problem}")
         return local, layout, tensor
 
     def _first_name(self, tensor: TensorLike, name: str) -> str:
@@ -338,10 +344,12 @@ class _Flattener:
         self, name: str, path: tuple[object, ...], paths: dict[str, tuple[object, ...]]
     ) -> None:
         if name in RESERVED or not _is_text(name):
-            raise StateError(f"{shown(path)}: no tensor can have the name {name!r}; rename a key")
+            raise StateError(
+                f"{format_path(path)}: no tensor can have the name {name!r}; rename a key"
+            )
         if len(name) > self._name_chars:
             raise StateError(
-                f"{shown(path[:8])}: the name has {len(name)} characters, and at most "
+                f"{format_path(path[:8])}: the name has {len(name)} characters, and at most "
                 f"{self._name_chars} can be read back; use shorter keys"
             )
         other = paths.setdefault(name, path)
@@ -356,7 +364,8 @@ class _Flattener:
                 _integer(part, path)
             elif type(part) not in KEYS:
                 raise StateError(
-                    f"{shown(path)}: the key {key!r:.80} of type {type(key).__qualname__} cannot "
+                    f"{format_path(path)}: the key {key!r:.80} of type "
+                    f"{type(key).__qualname__} cannot "
                     f"be stored; {instead_of_key(key)}"
                 )
         if type(key) is not str and str(key) in entries:
@@ -366,19 +375,21 @@ class _Flattener:
     def _from_numpy(self, array: np.ndarray, path: tuple[object, ...]) -> torch.Tensor:
         if not is_plain_array(array):
             raise StateError(
-                f"{shown(path)}: a numpy {type(array).__name__} of dtype {array.dtype} cannot be "
+                f"{format_path(path)}: a numpy {type(array).__name__} of dtype "
+                f"{array.dtype} cannot be "
                 f"stored; {instead_of_array(array)}"
             )
         self._keep.append(array)
         try:
             return torch.from_numpy(array if torch_can_share(array) else array.copy())
         except TypeError as error:  # another package's dtype with the name of one of torch's
-            raise StateError(f"{shown(path)}: {error}; store a tensor of it") from error
+            raise StateError(f"{format_path(path)}: {error}; store a tensor of it") from error
 
 
 def _same_name(one: tuple[object, ...], other: tuple[object, ...], name: str) -> StateError:
     return StateError(
-        f"the entries at {shown(one)} and {shown(other)} both have the name {name!r}; rename a key"
+        f"the entries at {format_path(one)} and {format_path(other)} both have the name "
+        f"{name!r}; rename a key"
     )
 
 
@@ -389,7 +400,7 @@ def _is_object(node: object) -> TypeGuard[Stateful]:
 
 def _dtype_of(dtype: torch.dtype, path: tuple[object, ...]) -> DType:
     try:
-        found = dtype_of_torch(str(dtype), shown(path))
+        found = dtype_of_torch(str(dtype), format_path(path))
     except UnsupportedError as error:
         raise StateError(f"{error}; a tensor may be stored as view(torch.uint8)") from error
     _DTYPES[dtype] = found
@@ -399,7 +410,7 @@ def _dtype_of(dtype: torch.dtype, path: tuple[object, ...]) -> DType:
 def _integer(value: int, path: tuple[object, ...]) -> int:
     if value.bit_length() > MAX_INTEGER_BITS:
         raise StateError(
-            f"{shown(path)}: an integer of {value.bit_length()} bits cannot be stored: "
+            f"{format_path(path)}: an integer of {value.bit_length()} bits cannot be stored: "
             f"the limit is {MAX_INTEGER_BITS} bits"
         )
     return value

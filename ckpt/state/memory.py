@@ -194,7 +194,7 @@ class _HostMemory:
 Bytes = npt.NDArray[np.uint8]
 
 
-def sampled(tensors: Sequence[torch.Tensor]) -> Bytes:
+def take_samples(tensors: Sequence[torch.Tensor]) -> Bytes:
     """Returns a row of `SAMPLE_BYTES` bytes for each tensor; zeros for a tensor without elements.
 
     The tensors are detached. Reading a device waits for its queued work.
@@ -219,7 +219,7 @@ def sampled(tensors: Sequence[torch.Tensor]) -> Bytes:
         bytes_at = np.array(addresses, np.int64)[:, None] - 1 + _offsets(lengths)
         rows[at] = memory.take(bytes_at)
     for indexes in others.values():
-        found = torch.stack([_gathered(tensors[index]) for index in indexes])
+        found = torch.stack([_gather_sample(tensors[index]) for index in indexes])
         rows[indexes] = found.cpu().numpy()
     return rows
 
@@ -235,7 +235,7 @@ def _offsets(nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return found
 
 
-def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+def _gather_sample(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the sample of a tensor that is not contiguous host memory, on its own device."""
     itemsize, device = tensor.itemsize, tensor.device
     offsets = _offsets(np.array([tensor.nbytes]))[0]
@@ -269,7 +269,7 @@ def check_mode() -> None:
         )
 
 
-def awaited(tensor: torch.Tensor) -> torch.Tensor:
+def wait_for(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor itself, after the wait for a collective that produces it."""
     if type(tensor).__name__ == "AsyncCollectiveTensor":
         return tensor.wait()  # type: ignore[attr-defined, no-any-return]

@@ -33,7 +33,7 @@ from ckpt.state.state_spec import (
     StateSpec,
     conflicting_values,
     is_node,
-    merged,
+    merge_specs,
     outline,
     without_tensors,
 )
@@ -41,7 +41,7 @@ from formats.catalog import Key, TensorRef, Tree
 from formats.dtypes import DType
 from formats.native.manifest import Manifest, StoredTensor, dump, load
 from sharding.agreement.ranks import HASH_BITS, Ranks
-from sharding.errors import listed
+from sharding.errors import format_names
 from sharding.layout import Layout
 
 SHOWN = 8
@@ -171,7 +171,7 @@ def other_than_first(ranks: Ranks, held: MergedState) -> tuple[str, ...]:
     """
     mine = summary(StateSpec({}, {}, without_tensors(held.whole.tree)))
     first = ranks.broadcast(mine)
-    found = conflicting_values(unpacked_summary(mine).tree, unpacked_summary(first).tree)
+    found = conflicting_values(unpack_spec(mine).tree, unpack_spec(first).tree)
     return tuple(dict.fromkeys(found))
 
 
@@ -181,7 +181,7 @@ def with_values_of_first(ranks: Ranks, held: MergedState) -> MergedState:
     All ranks call this if their structures are equal and their values are not. Communicates.
     """
     mine = summary(held.whole)
-    own, first = (unpacked_summary(text).tree for text in (mine, ranks.broadcast(mine)))
+    own, first = (unpack_spec(text).tree for text in (mine, ranks.broadcast(mine)))
     lost = tuple(dict.fromkeys(conflicting_values(own, first)))
     whole = replace(held.whole, tree=first)
     return replace(held, whole=whole, same_values=True, conflicting_values=lost)
@@ -191,7 +191,8 @@ def conflict(ranks: Ranks, names: Sequence[str]) -> ValuesWarning:
     """Returns the warning of a rank whose values of these names are not stored."""
     return ValuesWarning(
         f"rank {ranks.rank} has other values in the state than the lowest rank that has them, "
-        f"whose values are taken: {listed([*map(repr, names)], SHOWN)}; give values that differ "
+        f"whose values are taken: {format_names([*map(repr, names)], SHOWN)}; give values "
+        "that differ "
         "between ranks names of their own",
         names,
     )
@@ -272,7 +273,7 @@ def summary(described: StateSpec) -> bytes:
     )
 
 
-def unpacked_summary(text: bytes) -> StateSpec:
+def unpack_spec(text: bytes) -> StateSpec:
     """Returns the state spec in the bytes of another rank."""
     manifest = load(text, "another rank's summary", stored=False)
     m = manifest
@@ -287,8 +288,10 @@ def merge(ranks: Ranks, mine: StateSpec) -> Callable[[], StateSpec]:
     own = {fingerprints(section)[1]: section for section in sections(mine)}
     table = _table(ranks, list(own))
     told = [own[fingerprint] for fingerprint, holders in table if holders[0] == ranks.rank]
-    record = zlib.compress(b"".join(map(_sized, map(summary, told))), 1)
-    answer = ranks.joined("exchanging the states", record, lambda r: b"".join(map(_sized, r)))
+    record = zlib.compress(b"".join(map(_with_size, map(summary, told))), 1)
+    answer = ranks.merge_records(
+        "exchanging the states", record, lambda r: b"".join(map(_with_size, r))
+    )
     world = ranks.mesh
     members: dict[tuple[int, ...], list[int]] = {}
     """Sections of the same ranks share one list."""
@@ -299,9 +302,9 @@ def merge(ranks: Ranks, mine: StateSpec) -> Callable[[], StateSpec]:
         for (fingerprint, holders), text in zip(table, texts, strict=True):
             if holders not in members:
                 members[holders] = [world.rank((rank,)) for rank in holders]
-            section = own[fingerprint] if fingerprint in own else unpacked_summary(text)
+            section = own[fingerprint] if fingerprint in own else unpack_spec(text)
             found.append((members[holders], section))
-        return merged(found, world)
+        return merge_specs(found, world)
 
     return uniting
 
@@ -361,7 +364,7 @@ def _table(ranks: Ranks, mine: Sequence[int]) -> _Table:
         return zlib.compress(json.dumps(runs, separators=(",", ":")).encode(), 1)
 
     record = b"".join(map(_HASH.pack, mine))
-    answer = ranks.joined("comparing descriptions", record, join)
+    answer = ranks.merge_records("comparing descriptions", record, join)
     return [
         (fingerprint, tuple(rank for first, end in _pairs(runs) for rank in range(first, end)))
         for fingerprint, *runs in json.loads(zlib.decompress(answer))
@@ -387,12 +390,12 @@ def _pairs(bounds: Sequence[int]) -> Iterator[tuple[int, int]]:
     return zip(bounds[::2], bounds[1::2], strict=True)
 
 
-def _sized(data: bytes) -> bytes:
+def _with_size(data: bytes) -> bytes:
     return _SIZE.pack(len(data)) + data
 
 
 def _parts(data: bytes) -> Iterator[bytes]:
-    """Yields the parts of data that `_sized` has made, one after the other."""
+    """Yields the parts of data that `_with_size` has made, one after the other."""
     at = 0
     while at < len(data):
         (size,) = _SIZE.unpack_from(data, at)

@@ -88,10 +88,10 @@ def check_rename(old: str, new: str) -> None:
         )
 
 
-def filled(pattern: str, texts: tuple[str, ...]) -> str:
+def fill(pattern: str, texts: tuple[str, ...]) -> str:
     """Returns a pattern with texts in the place of its `*` and `?`.
 
-    >>> filled("layers.*.w", ("3",))
+    >>> fill("layers.*.w", ("3",))
     'layers.3.w'
     """
     left = iter(texts)
@@ -115,7 +115,7 @@ def renamer(rename: Rename | None) -> Callable[[str], str]:
     if rename is None:
         return str
     if not isinstance(rename, Mapping):
-        return _checked(rename)
+        return _check_rename(rename)
     plain: dict[str, str] = {}
     for old, new in rename.items():
         if not isinstance(old, str) or not isinstance(new, str):
@@ -129,7 +129,7 @@ def renamer(rename: Rename | None) -> Callable[[str], str]:
         for compiled, old, new in patterns:
             found = compiled.fullmatch(name)
             if found is not None:
-                return found.expand(new) if is_expression(old) else filled(new, found.groups())
+                return found.expand(new) if is_expression(old) else fill(new, found.groups())
         prefix = prefix_in(plain, name)
         if prefix is None or prefix == name:
             return name if prefix is None else plain[prefix]
@@ -139,7 +139,7 @@ def renamer(rename: Rename | None) -> Callable[[str], str]:
     return apply
 
 
-def _checked(rename: Callable[[str], object]) -> Callable[[str], str]:
+def _check_rename(rename: Callable[[str], object]) -> Callable[[str], str]:
     """Returns the function of a user, with a check of its type and of its results."""
     if not callable(rename):
         raise ArgumentTypeError(

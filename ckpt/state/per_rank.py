@@ -51,12 +51,13 @@ class PerRank:
         if self.on_resize != "refuse" or set(saved) == set(here):
             return None
         return (
-            f"{_shown(saved)} saved a state each, and {_shown(here)} would load them: pass "
+            f"{_format_ranks(saved)} saved a state each, and {_format_ranks(here)} would "
+            "load them: pass "
             'on_resize="keep" to per_rank to give each rank its own state if it saved one, or a '
             "function to divide them anew; or leave the entry out with exclude="
         )
 
-    def wanted(self, saved: Collection[int], here: Collection[int]) -> list[int]:
+    def ranks_to_read(self, saved: Collection[int], here: Collection[int]) -> list[int]:
         """Returns the ranks whose states this rank needs."""
         if callable(self.on_resize) and set(saved) != set(here):
             return sorted(saved)
@@ -143,10 +144,10 @@ def ranks_in(nest: object) -> dict[int, str]:
     return {int(match[1]): match[0] for match in known} if len(known) == len(found) else {}
 
 
-def _shown(ranks: Collection[int]) -> str:
+def _format_ranks(ranks: Collection[int]) -> str:
     """Returns ranks as a short text.
 
-    >>> _shown(range(4)), _shown([2]), _shown([1, 3])
+    >>> _format_ranks(range(4)), _format_ranks([2]), _format_ranks([1, 3])
     ('ranks 0 to 3', 'rank 2', 'ranks 1, 3')
     """
     found = sorted(ranks)

@@ -141,7 +141,7 @@ class Saved:
         else:
             self._index_renamed(catalog.tree, "", {name: new for name, new, _ in found})
 
-    def renamed(self, table: Mapping[str, str]) -> Saved:
+    def with_names(self, table: Mapping[str, str]) -> Saved:
         """Returns the same state with further new names, as by `rename=` of a mapping."""
         first, then = self.rename, renamer(table)
         found = Saved(self.catalog, lambda name: then(first(name)))

@@ -64,7 +64,7 @@ def with_layout(tensor: StoredTensor, layout: Layout) -> StoredTensor:
     return StoredTensor(tensor.shape, tensor.dtype, layout)
 
 
-def merged(summaries: Sequence[tuple[Sequence[int], StateSpec]], world: Mesh) -> StateSpec:
+def merge_specs(summaries: Sequence[tuple[Sequence[int], StateSpec]], world: Mesh) -> StateSpec:
     """Returns the whole state of ranks that hold different parts of it, like pipeline stages.
 
     `summaries` has each different description with the ranks that gave it, ordered by the lowest of
@@ -91,18 +91,18 @@ def merged(summaries: Sequence[tuple[Sequence[int], StateSpec]], world: Mesh) ->
                 f"{name}: tied to {aliases[name]} on some ranks only; tie it on all ranks, or on "
                 "none"
             )
-    tree = _merged_tree([(min(ranks, default=0), described.tree) for ranks, described in summaries])
+    tree = _merge_tree([(min(ranks, default=0), described.tree) for ranks, described in summaries])
     uniting = _Uniting(world)
-    tensors = {name: uniting.united(name, entries) for name, entries in held.items()}
+    tensors = {name: uniting.unite(name, entries) for name, entries in held.items()}
     strides = {name: steps for _, d in reversed(summaries) for name, steps in d.strides.items()}
     versions: dict[str, Mapping[str, int]] = {}
     for _, described in reversed(summaries):
         for path, found in described.versions.items():
             versions[path] = {**versions.get(path, {}), **found}
-    return StateSpec(tensors, aliases, tree, strides, _merged_optimizers(summaries), versions)
+    return StateSpec(tensors, aliases, tree, strides, _merge_optimizers(summaries), versions)
 
 
-def _merged_optimizers(
+def _merge_optimizers(
     summaries: Sequence[tuple[Sequence[int], StateSpec]],
 ) -> dict[str, str | None]:
     """Returns the module of each optimizer's names, without optimizers of different modules.
@@ -129,15 +129,15 @@ def _merged_optimizers(
     return {path: next(iter(found)) for path, found in modules.items() if len(found) == 1}
 
 
-def _merged_tree(trees: Sequence[tuple[int, Tree]]) -> Tree:
+def _merge_tree(trees: Sequence[tuple[int, Tree]]) -> Tree:
     """Returns one nest made of the nests of the ranks with these numbers."""
     lowest, whole = trees[0]
     for at, (rank, tree) in enumerate(trees[1:], 1):
         try:
-            whole = merged_trees(whole, tree, (lowest, rank))
+            whole = merge_trees(whole, tree, (lowest, rank))
         except StateError:
             for other, earlier in trees[:at]:  # the error names the first rank that contradicts it
-                merged_trees(earlier, tree, (other, rank))
+                merge_trees(earlier, tree, (other, rank))
             raise
     by_name(leaves(whole), "the ranks' states, seen as one,")
     return whole
@@ -156,7 +156,7 @@ class _Uniting:
         self._replicas: dict[tuple[int, ...], Mesh] = {}
         self._stacked: dict[tuple[Mesh, ...], Mesh] = {}
 
-    def united(
+    def unite(
         self, name: str, entries: Sequence[tuple[Sequence[int], StoredTensor]]
     ) -> StoredTensor:
         """Returns one tensor for all of its ranks; `entries` are the ranks of each description."""
@@ -171,8 +171,10 @@ class _Uniting:
             )
             if (tensor.shape, tensor.dtype) != (first.shape, first.dtype) or not alike:
                 raise StateError(
-                    f"{name}: rank {first_ranks[0]} has {_shown(first)}, rank {ranks[0]} has "
-                    f"{_shown(tensor)}; give tensors that differ between ranks different names"
+                    f"{name}: rank {first_ranks[0]} has {_format_tensor(first)}, rank "
+                    f"{ranks[0]} has "
+                    f"{_format_tensor(tensor)}; give tensors that differ between ranks "
+                    "different names"
                 )
             by_layout.setdefault(layout, []).append(ranks)
         # A DTensor's mesh may also have all ranks and this name: its placements tell them apart.
@@ -185,7 +187,7 @@ class _Uniting:
             if absent:
                 raise StateError(
                     f"{name}: rank {groups[0][0]} has it sharded over the ranks "
-                    f"{_shown_ranks(layout)}, of which {sorted(absent)[:8]} do not have it in "
+                    f"{_format_ranks(layout)}, of which {sorted(absent)[:8]} do not have it in "
                     "their state; put it into the state on each of its ranks"
                 )
         if len(by_layout) == 1:
@@ -197,8 +199,8 @@ class _Uniting:
             mesh = self._stack(tuple(layout.mesh for layout in layouts))
         except ValueError as error:
             raise StateError(
-                f"{name}: sharded over the ranks {_shown_ranks(layouts[0])} and over "
-                f"{_shown_ranks(layouts[1])}, which overlap; give it one mesh or two names"
+                f"{name}: sharded over the ranks {_format_ranks(layouts[0])} and over "
+                f"{_format_ranks(layouts[1])}, which overlap; give it one mesh or two names"
             ) from error
         placements = (Replicate(), *first.layout.placements)
         return with_layout(first, Layout(first.shape, mesh, placements))
@@ -244,7 +246,7 @@ def check_members(tensors: Mapping[str, StoredTensor], world: Mesh) -> None:
             absent = [r for r in mesh.ranks() if world.coordinate(r) is None]
             if absent:
                 raise StateError(
-                    f"{name}: sharded over the ranks {_shown_ranks(tensor.layout)}, of which "
+                    f"{name}: sharded over the ranks {_format_ranks(tensor.layout)}, of which "
                     f"{absent[:8]} are not in the process group that saves; pass group= with all "
                     "of them"
                 )
@@ -262,12 +264,12 @@ def _is_within(mesh: Mesh, world: Mesh) -> bool:
     return world.offset <= lowest and highest < world.offset + world.size
 
 
-def _shown_ranks(layout: Layout) -> str:
+def _format_ranks(layout: Layout) -> str:
     ranks = list(layout.mesh.ranks())
     return f"{ranks[:8]}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-def _shown(tensor: StoredTensor) -> str:
+def _format_tensor(tensor: StoredTensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} ({tensor.layout})"
 
 
@@ -278,19 +280,19 @@ def is_node(tree: Tree) -> bool:
     return isinstance(tree, dict | TensorRef)
 
 
-def versioned(nest: object, versions: Mapping[str, Mapping[str, int]]) -> object:
+def with_versions(nest: object, versions: Mapping[str, Mapping[str, int]]) -> object:
     """Returns a nest whose state dicts of modules tell torch's `load_state_dict` their versions.
 
-    >>> versioned({"m": {"0.weight": 1}}, {"m": {"0": 2}})["m"]._metadata
+    >>> with_versions({"m": {"0.weight": 1}}, {"m": {"0": 2}})["m"]._metadata
     {'': {'version': 1}, '0': {'version': 2}}
     """
 
-    def told(entries: dict[Any, Any], path: str) -> object:
+    def add_version(entries: dict[Any, Any], path: str) -> object:
         state = OrderedDict(entries)
         state._metadata = module_metadata(entries, versions[path])  # type: ignore[attr-defined]
         return state
 
-    return change_dicts(nest, versions.keys(), told) if versions else nest
+    return change_dicts(nest, versions.keys(), add_version) if versions else nest
 
 
 def outline(tree: Tree, values: list[object]) -> object:
@@ -315,11 +317,11 @@ def outline(tree: Tree, values: list[object]) -> object:
         if _are_groups(tree):
             items += map(_members, tree)
         return items if isinstance(tree, list) else tuple(items)
-    values.append(_marshalled(tree))
+    values.append(_to_marshal(tree))
     return None
 
 
-def _marshalled(value: Tree) -> object:
+def _to_marshal(value: Tree) -> object:
     """Returns a plain value in a form that marshal accepts: dtypes and typed values become text."""
     return map_tree(value, lambda v: (..., str(v)) if isinstance(v, DType | TypedValue) else v)
 
@@ -330,7 +332,7 @@ def without_tensors(tree: Tree) -> Tree:
     return without
 
 
-def merged_trees(first: Tree, second: Tree, ranks: tuple[int, int], path: str = "") -> Tree:
+def merge_trees(first: Tree, second: Tree, ranks: tuple[int, int], path: str = "") -> Tree:
     """Merges two nests (rules 2 to 4). The first is of the lower rank.
 
     Raises:
@@ -341,11 +343,11 @@ def merged_trees(first: Tree, second: Tree, ranks: tuple[int, int], path: str = 
         _check_keys(first, second, ranks, path)
         for key, item in second.items():
             if key in united:
-                item = merged_trees(united[key], item, ranks, join(path, key))
+                item = merge_trees(united[key], item, ranks, join(path, key))
             united[key] = item
         return united
     if _are_groups(first) and _are_groups(second):
-        return _merged_groups(first, second, ranks, path)
+        return _merge_groups(first, second, ranks, path)
     are_tensors = isinstance(first, TensorRef) and isinstance(second, TensorRef)
     if are_tensors or second is None or not (is_node(first) or is_node(second)):
         return first
@@ -354,7 +356,7 @@ def merged_trees(first: Tree, second: Tree, ranks: tuple[int, int], path: str = 
     if type(first) is type(second) and isinstance(first, list | tuple):
         assert isinstance(second, list | tuple)
         items = [
-            merged_trees(a, b, ranks, join(path, index))
+            merge_trees(a, b, ranks, join(path, index))
             for index, (a, b) in enumerate(zip(first, second, strict=False))
         ]
         items += [*first[len(items) :], *second[len(items) :]]
@@ -395,7 +397,7 @@ def _are_groups(tree: Tree) -> TypeGuard[_Groups]:
     return bool(members) and all(are_names) and not holds_tensor(tree)
 
 
-def _merged_groups(first: _Groups, second: _Groups, ranks: tuple[int, int], path: str) -> Tree:
+def _merge_groups(first: _Groups, second: _Groups, ranks: tuple[int, int], path: str) -> Tree:
     """Merges parameter groups: equal options make one group, and a parameter keeps its first group.
 
     A group has all options that a rank has for one of its parameters. A group without parameters
@@ -409,7 +411,7 @@ def _merged_groups(first: _Groups, second: _Groups, ranks: tuple[int, int], path
         options, names = _options(group), _members(group)
         new = [name for name in names if name not in place]
         for at in {place[name] for name in names if name in place}:
-            union = merged_trees(united[at], options, ranks, join(path, at))
+            union = merge_trees(united[at], options, ranks, join(path, at))
             assert isinstance(union, dict)
             united[at] = union
         if new or not names:

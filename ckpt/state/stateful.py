@@ -44,8 +44,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.errors import StateError
-from ckpt.state.subclass_state import ORDINARY, inner_of, plain, taken_apart
-from ckpt.state.typed_values import shown
+from ckpt.state.subclass_state import ORDINARY, inner_of, plain, take_apart
+from ckpt.state.typed_values import format_path
 from formats.catalog import join
 from sharding.describe.describing import (
     CleanNames,
@@ -217,7 +217,8 @@ def modules(state: object, path: tuple[object, ...] = ()) -> Iterator[tuple[str,
         return
     if len(path) > MAX_DEPTH:
         raise StateError(
-            f"{shown(path[:8])}...: nests deeper than {MAX_DEPTH} levels; does it hold itself?"
+            f"{format_path(path[:8])}...: nests deeper than {MAX_DEPTH} levels; does it "
+            "hold itself?"
         )
     if isinstance(state, nn.Module):
         yield reduce(join, path, ""), state
@@ -230,7 +231,7 @@ def modules(state: object, path: tuple[object, ...] = ()) -> Iterator[tuple[str,
             yield from modules(item, (*path, index))
 
 
-def packed_state(optimizer: Optimizer, path: str) -> Any:
+def pack_state(optimizer: Optimizer, path: str) -> Any:
     """Returns the optimizer's state dict; of a ZeroRedundancyOptimizer, this rank's (rule 6)."""
     if not _is_zero_redundancy(optimizer):
         with call_of("state_dict", path):
@@ -290,9 +291,9 @@ def optimizer_entries(
                 continue
             where = f"{path}['state'][{entry.names[0]!r}]"
             if entry.slices or len(entry.names) != 1:
-                state |= _divided(entry, _by_its_tensors(value, plain, where), path)
+                state |= _split_state(entry, _by_its_tensors(value, plain, where), path)
             else:
-                state[entry.names[0]] = _by_its_tensors(value, taken_apart, where)
+                state[entry.names[0]] = _by_its_tensors(value, take_apart, where)
         elif str(key) in set(every):
             raise StateError(
                 f"{path}['state'][{key!r}]: the optimizer has a parameter of this name too; rename "
@@ -320,7 +321,7 @@ def _by_its_tensors(state: object, instead: Callable[[Any, str], Any], where: st
     return {key: instead(value, f"{where}[{key!r}]") for key, value in state.items()}
 
 
-def _divided(named: NamedParameter, state: object, path: str) -> dict[object, object]:
+def _split_state(named: NamedParameter, state: object, path: str) -> dict[object, object]:
     """Returns the state of one parameter under each of its names (rule 3)."""
     if not named.slices or not isinstance(state, Mapping):
         return dict.fromkeys(named.names, state)
@@ -439,9 +440,9 @@ def with_names(state: object, model: nn.Module | None, depth: int = 0) -> object
             "the state dict as model=, or a state dict with _metadata, as this project's "
             "state_dict() returns it"
         )
-    from sharding.describe.torch_fsdp import named_parts  # torch's FSDP
+    from sharding.describe.torch_fsdp import parts_by_name  # torch's FSDP
 
-    return named_parts(model, state)
+    return parts_by_name(model, state)
 
 
 def _is_flat(key: object) -> bool:

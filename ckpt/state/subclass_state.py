@@ -74,7 +74,7 @@ def inner_of(value: object) -> Any:
     return local if type(local) not in ORDINARY and is_composed(local) else None
 
 
-def taken_apart(value: Any, where: str) -> Any:
+def take_apart(value: Any, where: str) -> Any:
     """Returns the dict that replaces a tensor with inner tensors; any other value unchanged.
 
     Raises StateError, which begins with `where`, for a divided tensor of a class without blocks.
@@ -84,7 +84,7 @@ def taken_apart(value: Any, where: str) -> Any:
         return value
     names, context = local.__tensor_flatten__()
     if local is value:
-        tensors = {name: taken_apart(getattr(value, name), where) for name in names}
+        tensors = {name: take_apart(getattr(value, name), where) for name in names}
     else:
         cut = _whole_blocks(local, layout_of(value, where))
         if cut is None:
@@ -153,7 +153,7 @@ def plain(value: Any, where: str) -> Any:
 
 
 def put_together(nest: Any) -> Any:
-    """Returns a nest with tensors in the place of the dicts of `taken_apart`."""
+    """Returns a nest with tensors in the place of the dicts of `take_apart`."""
     if isinstance(nest, list):
         return [put_together(item) for item in nest]
     if not isinstance(nest, dict):

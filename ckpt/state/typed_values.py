@@ -76,12 +76,12 @@ def _deque(longest: int | None, items: list[object]) -> deque[object]:
 
 
 def _moment(kind: type[datetime] | type[time]) -> Callable[..., object]:
-    def made(text: str, fold: int, zone: timezone | None) -> object:
+    def make(text: str, fold: int, zone: timezone | None) -> object:
         if zone is not None and type(zone) is not timezone:
             raise TypeError(f"{zone!r:.80} is not a timezone")
         return kind.fromisoformat(text).replace(fold=fold, tzinfo=zone)
 
-    return made
+    return make
 
 
 def _moment_parts(moment: datetime | time) -> tuple[object, ...]:
@@ -98,13 +98,13 @@ def _zone_parts(zone: timezone) -> tuple[object, ...]:
 
 
 def _path(kind: type[pathlib.PurePath], pure: type[pathlib.PurePath]) -> Callable[[str], object]:
-    def made(text: str) -> object:
+    def make(text: str) -> object:
         try:
             return kind(text)
         except NotImplementedError:  # pathlib's, for a path of another system
             return pure(text)
 
-    return made
+    return make
 
 
 def _text(value: object) -> tuple[str]:
@@ -144,7 +144,7 @@ _FILE = Kind("bytearray", BytesIO, lambda file: (file.getvalue(),), bytearray)
 OF_TYPE = {kind.type: kind for kind in (*KINDS, _FILE)}
 
 
-def typed(kind: Kind, parts: Sequence[Tree]) -> TypedValue:
+def make_typed(kind: Kind, parts: Sequence[Tree]) -> TypedValue:
     """Returns the stored value of a kind. `parts` may have the members of a set in any order."""
     if kind.is_set:
         parts = sorted(parts, key=lambda part: json.dumps(encode_value(part)))
@@ -179,23 +179,23 @@ def like_target(node: object, loaded: object) -> object:
     return loaded
 
 
-def opened(tree: Tree) -> object:
+def restore_values(tree: Tree) -> object:
     """Returns a tree with the values themselves: torch's dtypes and values of these kinds.
 
     Raises:
         FormatError: the parts of a stored value are not valid.
     """
-    return map_tree(tree, _opened)
+    return map_tree(tree, _restore_value)
 
 
-def _opened(value: Tree) -> object:
+def _restore_value(value: Tree) -> object:
     if isinstance(value, DType):
         return torch_dtype(value.torch_name)
     if not isinstance(value, TypedValue):
         return value
     kind = _NAMED[value.kind]
     try:
-        found = kind.made(*map(opened, value.parts))
+        found = kind.made(*map(restore_values, value.parts))
     except FormatError:
         raise
     except Exception as error:
@@ -249,7 +249,7 @@ _ADVICE: tuple[tuple[Callable[[object], bool], str], ...] = (
 )
 
 
-def shown(path: tuple[object, ...]) -> str:
+def format_path(path: tuple[object, ...]) -> str:
     """Returns a key path as Python code: `state["optim"][0]`."""
     return "state" + "".join(f"[{key!r}]" for key in path)
 

@@ -21,10 +21,10 @@ from ckpt.errors import InUseError, NotACheckpointError, StoreError
 from ckpt.stores.store import Options, Store, one_spelling, open_store, split_url
 from ckpt.transfer.facts import Checkpoints, Facts, checkpoints_in
 from formats.errors import CorruptError
-from formats.native.borrowed import kept
+from formats.native.borrowed import keep_used
 from formats.native.manifest import Base, read_manifest
 from formats.native.reader import Lender
-from sharding.errors import ArgumentError, listed, without_secrets
+from sharding.errors import ArgumentError, format_names, without_secrets
 
 SHOWN_NAMES = 5
 _STEP = re.compile(r"step-(\d{1,18})")
@@ -51,7 +51,7 @@ def folder_beside(url: str | os.PathLike[str], base: str | os.PathLike[str]) -> 
 
 
 @contextmanager
-def opened_base(
+def open_base(
     url: str | os.PathLike[str], base: str | os.PathLike[str], options: Options = None
 ) -> Iterator[Lender]:
     """Yields the base of a checkpoint at `url`, open for the time of the block.
@@ -91,13 +91,13 @@ def bases_used(
     """
     if not used:
         return ()
-    with opened_base(url, base, options) as found:
+    with open_base(url, base, options) as found:
         if set(used) != {found.manifest_digest}:
             raise StoreError(
                 f"{os.fspath(base)}: the base was replaced while it was being borrowed from; "
                 "nothing was committed: save again"
             )
-        return kept(found.bases, used[found.manifest_digest])
+        return keep_used(found.bases, used[found.manifest_digest])
 
 
 def is_as_it_was(base: str, digest: str, options: Options = None) -> bool:
@@ -146,7 +146,9 @@ def check_readable(
         if (
             other != name
             and other not in gone
-            and _may_need(other, found.written(store, other), name, found.written(store, name))
+            and _may_need(
+                other, found.written_at(store, other), name, found.written_at(store, name)
+            )
         ):
             raise InUseError(
                 f"{os.fspath(url)}: {other} beside it cannot be read, and may borrow from it "
@@ -173,7 +175,7 @@ def borrowing(names: Sequence[str]) -> str:
     ('step-2 beside it borrows from it', 'step-2, step-3 beside it borrow from it')
     """
     verb = "borrows" if len(names) == 1 else "borrow"
-    return f"{listed(names, SHOWN_NAMES)} beside it {verb} from it"
+    return f"{format_names(names, SHOWN_NAMES)} beside it {verb} from it"
 
 
 def dependents(url: str | os.PathLike[str], options: Options = None) -> list[str]:
@@ -196,7 +198,7 @@ def borrowers_among(found: Checkpoints, name: str) -> list[str]:
 
 def _borrows(facts: Facts, name: str) -> bool:
     if facts.damaged:  # a damaged manifest counts as borrowing if it has the name
-        return _quoted(name) in facts.damaged
+        return _quote(name) in facts.damaged
     return any(base.folder == name for base in facts.bases or ())
 
 
@@ -214,7 +216,7 @@ class BaseFiles:
 
     def cover(self, folder: str, file: str, written: float | None = None) -> bool:
         """Returns whether a checkpoint needs this file, which was last written at this time."""
-        named = _quoted(folder)
+        named = _quote(folder)
         return (
             (folder, file) in self.files
             or any(named in data for data in self.damaged)
@@ -239,7 +241,7 @@ def base_files(parent: Store, found: Checkpoints | None = None) -> BaseFiles:
         for file in base.files
     }
     damaged = tuple(facts.damaged for facts in found.facts.values() if facts.damaged)
-    unreadable = {name: found.written(parent, name) for name in found.unclear}
+    unreadable = {name: found.written_at(parent, name) for name in found.unclear}
     return BaseFiles(frozenset(files), damaged, unreadable)
 
 
@@ -252,6 +254,6 @@ def base_files_beside(
         return base_files(store), name
 
 
-def _quoted(folder: str) -> bytes:
+def _quote(folder: str) -> bytes:
     """Returns the name of a folder as manifests write it."""
     return json.dumps(folder).encode()

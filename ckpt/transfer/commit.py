@@ -36,7 +36,7 @@ from ckpt.transfer.facts import Beside, Listing, facts_of, note
 from formats.detect import sign_of_another_format
 from formats.errors import FormatError, GoneError
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, dump, load, read_manifest
-from sharding.errors import listed
+from sharding.errors import format_names
 
 GRACE_SECONDS = 24 * 3600.0
 """A save or conversion may take at most so long from its start to its commit."""
@@ -97,7 +97,7 @@ def commit(
         tries += 1
         if tries > 1:  # the answer to a try was lost: meanwhile others may have changed all this
             _check_all_are_seen(store, files)
-            if overwrite and _committed(store) != old:
+            if overwrite and _read_committed(store) != old:
                 raise StoreError(
                     f"{store.url}/{MANIFEST}: the answer to its write was lost, and another "
                     "process has replaced or deleted it since; look which checkpoint is there, "
@@ -110,7 +110,7 @@ def commit(
     for left in reversed(range(REPLACING)):
         # The place of a new step of a run is empty, as the listing has shown.
         is_seen = overwrite and (MANIFEST in names or base is not None or left < REPLACING - 1)
-        old, tries = _committed(store) if is_seen else None, 0
+        old, tries = _read_committed(store) if is_seen else None, 0
         try:
             store.commit(MANIFEST, data, is_seen, check)
             break
@@ -168,7 +168,7 @@ def _remove_replaced(store: Store, old: bytes) -> None:
         warn(
             LeftOverWarning(
                 f"{store.url}: the checkpoint is complete, but files of the one that it replaces "
-                f"stay ({listed([*staying], 3)}), for `ckpt gc`: {first}"
+                f"stay ({format_names([*staying], 3)}), for `ckpt gc`: {first}"
             ),
             stacklevel=2,
         )
@@ -250,7 +250,7 @@ def withdraw(store: Store, data: bytes, look: Callable[[], object] | None = None
     return True
 
 
-def _committed(store: Store) -> bytes | None:
+def _read_committed(store: Store) -> bytes | None:
     try:
         return read_manifest(store)
     except FileNotFoundError:
@@ -263,7 +263,7 @@ def _wrong_with(store: Store, data: bytes) -> str:
     One of a later save is right too, and none. A store that fails now has confirmed the bytes.
     """
     try:
-        found = _committed(store)
+        found = _read_committed(store)
     except GoneError:
         return ""
     except FormatError as error:

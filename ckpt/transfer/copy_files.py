@@ -34,13 +34,13 @@ from ckpt.plan.copy_plan import (
     CopyUnit,
     Span,
     TensorRun,
-    packed_pieces,
-    stored_alike,
+    find_alike,
+    pieces_of_range,
     units_of,
 )
 from ckpt.plan.read_plan import requests_for
 from ckpt.transfer.read import FAR_WORKERS, THREAD_BYTES, RangeReader, ReadPolicy, workers_for
-from ckpt.transfer.record_sums import RecordSums, Verify, repeated
+from ckpt.transfer.record_sums import RecordSums, Verify, run_twice
 from formats.catalog import Chunk, FilePlan, Late, OutgoingTensor, length_of
 from formats.native.shard import RECORD, Progress
 from formats.native.shard_writer import record_of
@@ -127,7 +127,7 @@ class FileCopier:
             HoleError: elements of a tensor are not stored.
         """
 
-        def written(plan: FilePlan) -> bytes:
+        def write_file(plan: FilePlan) -> bytes:
             with writer.create(plan.name) as file:
                 records = _FileCopy(self, file, plan, 0, plan.needs_sums).run()
                 if plan is plans[-1]:
@@ -136,8 +136,8 @@ class FileCopier:
 
         records = []
         for plan in plans:
-            copy = partial(written, plan)  # a record that began in a file before is not repeated
-            records.append(copy() if self.sums.has_open else repeated(copy, self.sums))
+            copy = partial(write_file, plan)  # a record that began in a file before is not repeated
+            records.append(copy() if self.sums.has_open else run_twice(copy, self.sums))
         return records
 
     def write_part(self, file: FileWriter, plan: FilePlan, offset: int) -> bytes:
@@ -170,7 +170,7 @@ class FileCopier:
         (record, dtype), lo, hi = span
         nbytes = (hi - lo) * record.dtype.itemsize
         stored = memory if dtype == record.dtype else self.memory.of("stored", nbytes)
-        pieces = packed_pieces(record.shape, lo, hi)
+        pieces = pieces_of_range(record.shape, lo, hi)
         self.ranges.run(requests_for(record, pieces), [stored])
         if dtype != record.dtype:
             from ckpt.state.memory import cast_into  # torch, which only casts need
@@ -269,7 +269,7 @@ class _FileCopy:
         copying, sums = self._copying, self._sums
         if copying is None:
             return None
-        alike = stored_alike(unit, self._chunk_bytes, self._sizes.__getitem__)
+        alike = find_alike(unit, self._chunk_bytes, self._sizes.__getitem__)
         if alike is None:
             return None
         if not self._wait(lambda: self._written == unit.number):
@@ -295,7 +295,7 @@ class _FileCopy:
         sums = self._sums
         if sums is None:
             return True
-        add_all = sums.taken(unit.runs, memory)
+        add_all = sums.take(unit.runs, memory)
         with self._changed:
             add_all()
             self._changed.notify_all()
@@ -356,7 +356,7 @@ class TensorSums(ABC, Generic[_Sum]):
     def _whole(self, tensor: int, nbytes: int) -> bytes | None:
         """Returns the records of a tensor, and forgets them; None unless all runs were added."""
 
-    def taken(self, runs: Sequence[TensorRun], memory: memoryview) -> Callable[[], None]:
+    def take(self, runs: Sequence[TensorRun], memory: memoryview) -> Callable[[], None]:
         """Takes the checksums of runs, whose places are bytes of `memory`. The result adds them.
 
         The caller calls the result while no other thread adds or asks.

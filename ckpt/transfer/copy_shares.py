@@ -37,7 +37,7 @@ from ckpt.stores.local_files import LocalFileWriter, join_file
 from ckpt.transfer.copy_files import SPAN_BYTES, FileCopier
 from formats.catalog import FilePlan, Late, OutgoingTensor, Part, length_of
 from formats.storage import FileWriter, Pool, Writer
-from sharding.agreement.call_events import Clock, timed
+from sharding.agreement.call_events import Clock, time_call
 from sharding.agreement.ranks import HASH_BITS, Ranks
 
 CALL = "ckpt.convert"
@@ -65,13 +65,13 @@ def _nearest(bounds: Sequence[int], wanted: int) -> int:
 
 
 @contextmanager
-def called_together(ranks: Ranks | None) -> Iterator[Ranks | Clock]:
+def call_together(ranks: Ranks | None) -> Iterator[Ranks | Clock]:
     """A call in which the ranks convert: an error that ends it on one rank ends it on all.
 
     Yields the object that hears of stages and bytes, for `ckpt.events`.
     """
     if ranks is None:
-        with timed(CALL) as clock:
+        with time_call(CALL) as clock:
             yield clock
         return
     with ranks.call(CALL):
@@ -116,9 +116,11 @@ def _write_shares(
     written: list[bytes] = []
     for plan in plans:
         with ExitStack() as stack:
-            file = _opened(ranks, stack, writer, plan.name)
+            file = _open_on_all(ranks, stack, writer, plan.name)
             is_last = plan is plans[-1]
-            own = ranks.run_on_all("copying", partial(_copied, ranks, copier, file, plan, is_last))
+            own = ranks.run_on_all(
+                "copying", partial(_copy_share, ranks, copier, file, plan, is_last)
+            )
             records = b"".join(ranks.gather("copying", own))
             written.append(records)
             if writer is None:
@@ -160,7 +162,9 @@ def _check_same(ranks: Ranks, plans: Sequence[FilePlan]) -> None:
         )
 
 
-def _opened(ranks: Ranks, stack: ExitStack, writer: Writer | None, name: str) -> LocalFileWriter:
+def _open_on_all(
+    ranks: Ranks, stack: ExitStack, writer: Writer | None, name: str
+) -> LocalFileWriter:
     """Returns the file that rank 0 creates, opened on each rank."""
     if writer is not None:
         file = stack.enter_context(writer.create(name))
@@ -177,7 +181,7 @@ def _opened(ranks: Ranks, stack: ExitStack, writer: Writer | None, name: str) ->
         ) from error
 
 
-def _copied(
+def _copy_share(
     ranks: Ranks, copier: FileCopier, file: FileWriter, plan: FilePlan, is_last: bool
 ) -> bytes:
     """Copies this rank's share of a file; returns the records of its tensors."""
@@ -202,7 +206,7 @@ def _as_zeros(part: Part) -> Part:
 
 
 @contextmanager
-def streamed(
+def stream_tensors(
     copier: FileCopier, tensors: Sequence[OutgoingTensor]
 ) -> Iterator[list[OutgoingTensor]]:
     """Gives the tensors with streams of their stored bytes, which the caller takes in turn.

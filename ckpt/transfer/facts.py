@@ -169,7 +169,7 @@ class Checkpoints:
         """Returns the files directly in the folder itself; None if the listing lacks them."""
         return None if self.files is None else [*self.files[""]]
 
-    def written(self, store: Store, folder: str) -> float | None:
+    def written_at(self, store: Store, folder: str) -> float | None:
         """Returns when the manifest in a folder was written at the latest; None if unknown."""
         if self.files is not None:
             seen = self.files.get(folder, {}).get(MANIFEST)
@@ -203,7 +203,7 @@ def checkpoints_in(
             if name == MANIFEST and folder and "/" not in folder:
                 there[folder] = one
         names = sorted(there)
-        known = _known(store, there, INDEX in files[""], with_bases)
+        known = _find_all_known(store, there, INDEX in files[""], with_bases)
     unknown = [name for name in names if name not in known]
     look = partial(_read, store, with_bases, files is not None)
     if files is None and (with_bases or len(unknown) <= WORKERS):
@@ -370,7 +370,7 @@ def note(store: Store, facts: Facts, size: int) -> None:
         _remember(folder, {**before, name: Known(size, tag, facts)})
 
 
-def noted(folder: str, name: str) -> Known | None:
+def find_known(folder: str, name: str) -> Known | None:
     """Returns the facts of a checkpoint that this process has read or written; None if unknown."""
     with _lock:
         return _memory.get(folder, {}).get(name)
@@ -384,7 +384,7 @@ def _remember(url: str, known: Mapping[str, Known]) -> None:
             _indexed.pop(_memory.popitem(last=False)[0], None)
 
 
-def _known(
+def _find_all_known(
     store: Store, there: Mapping[str, ObjectInfo], has_index: bool, with_bases: bool
 ) -> dict[str, Known]:
     """Returns the checkpoints whose manifests have known facts, from memory or the index."""

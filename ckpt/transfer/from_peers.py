@@ -71,17 +71,15 @@ def fill_from_peers(
     """
     wanted, agreed = ranks.run_and_compare(
         "planning to load",
-        lambda: _wanted(items, saved),
+        lambda: _spec_of_items(items, saved),
         lambda found: {"structure": fingerprints(found)[0]},
     )
     if not agreed.same["structure"]:
         wanted = ranks.run_on_all("planning to load", merge(ranks, wanted))
-    plan = ranks.run_on_all(
-        "planning to load", lambda: _planned(items, wanted, saved, ranks, budget)
-    )
-    kept = _kept_apart(items, run.targets, held)
+    plan = ranks.run_on_all("planning to load", lambda: _plan(items, wanted, saved, ranks, budget))
+    kept = _copy_overlapping(items, run.targets, held)
     sources = {
-        name: kept[name] if name in kept else held_locally(held, _source(saved, name))
+        name: kept[name] if name in kept else local_part(held, _source(saved, name))
         for name in wanted.tensors
     }
 
@@ -111,7 +109,7 @@ def beside(
     return found
 
 
-def _wanted(items: Iterable[LoadItem], saved: Saved) -> StateSpec:
+def _spec_of_items(items: Iterable[LoadItem], saved: Saved) -> StateSpec:
     """Returns this rank's items as a state spec, which ranks can merge."""
     records = saved.catalog.tensors
     tensors = {
@@ -121,7 +119,7 @@ def _wanted(items: Iterable[LoadItem], saved: Saved) -> StateSpec:
     return StateSpec(tensors, {}, {name: TensorRef(name) for name in tensors})
 
 
-def _planned(
+def _plan(
     items: Sequence[LoadItem], wanted: StateSpec, saved: Saved, ranks: Ranks, budget: int
 ) -> LoadPlan:
     """Returns the plan for the tensors that all ranks want."""
@@ -140,7 +138,7 @@ def _source(saved: Saved, name: str) -> str:
     return ref.name if isinstance(ref, TensorRef) else name
 
 
-def _kept_apart(
+def _copy_overlapping(
     items: Sequence[LoadItem], targets: Sequence[Target], held: MergedState
 ) -> dict[str, torch.Tensor]:
     """Returns copies of sources that lie in the memory of targets of other tensors."""
@@ -148,7 +146,7 @@ def _kept_apart(
     filled = {_memory(local) for local in locals_ if local.numel()}
     found = {}
     for item, target in zip(items, locals_, strict=True):
-        source = held_locally(held, item.source)
+        source = local_part(held, item.source)
         is_itself = source.data_ptr() == target.data_ptr()
         if source.numel() and _memory(source) in filled and not is_itself:
             found[item.name] = source.clone()
@@ -160,7 +158,7 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def held_locally(held: MergedState, name: str) -> torch.Tensor:
+def local_part(held: MergedState, name: str) -> torch.Tensor:
     """Returns this rank's part of a tensor; empty if the rank has none."""
     leaf = held.flat.leaves.get(name)
     if leaf is not None:

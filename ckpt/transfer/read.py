@@ -44,7 +44,7 @@ import xxhash
 from ckpt.arguments import memory_budget
 from ckpt.plan.load_plan import NOTHING_SHARED, CheckShare
 from ckpt.plan.read_plan import NOWHERE, ByteRange, Limits, ReadRequest, byte_ranges_of, groups_of
-from ckpt.transfer.record_sums import ChangedOnTheWayError, Part, RecordSums, Verify, changed
+from ckpt.transfer.record_sums import ChangedOnTheWayError, Part, RecordSums, Verify, changed_error
 from formats.catalog import Chunk, Extent
 from formats.errors import CorruptError
 from formats.native.shard import Progress
@@ -76,7 +76,7 @@ class Unchanged(Enum):
         return cls(word)
 
 
-def changed_ranges(
+def find_changed(
     ranges: Iterable[ByteRange], targets: Sequence[memoryview], rule: Unchanged
 ) -> Iterator[ByteRange]:
     """Yields the ranges, without the chunks that their targets have already."""
@@ -85,10 +85,12 @@ def changed_ranges(
         if rule is Unchanged.READ or not one.direct or one.chunk < 0 or chunks is None:
             yield one
         else:
-            yield from _changed(one, targets[one.request.target], chunks.chunk_bytes, rule)
+            yield from _find_changed_runs(
+                one, targets[one.request.target], chunks.chunk_bytes, rule
+            )
 
 
-def _changed(
+def _find_changed_runs(
     one: ByteRange, target: memoryview, chunk_bytes: int, rule: Unchanged
 ) -> Iterator[ByteRange]:
     """Yields the runs of chunks of one range that the target does not have."""
@@ -242,7 +244,7 @@ class RangeReader:
     def _read_all(
         self, ranges: list[ByteRange], call: _Call, progress: Progress | None = None
     ) -> None:
-        groups = groups_of(changed_ranges(ranges, call.targets, self._unchanged), self._limits)
+        groups = groups_of(find_changed(ranges, call.targets, self._unchanged), self._limits)
 
         def work(group: list[ByteRange]) -> None:
             self._do(group, call)
@@ -286,7 +288,7 @@ class RangeReader:
         place = extent.file, lo, hi
         is_right = extent.crc32.__eq__
         if read_again(self._reader, place, found, crc32_of_record, is_right) is None:
-            raise changed(self._reader.url, extent, part.names, found)
+            raise changed_error(self._reader.url, extent, part.names, found)
         if not part.is_of_one_call:
             raise ChangedOnTheWayError(
                 f"{self._reader.url}/{extent.file}: {part.names}: bytes {lo}:{hi} were changed on "
@@ -358,7 +360,7 @@ class RangeReader:
             data = scratch[place : place + one.hi - one.lo] if isinstance(place, int) else place
             self._verify(one, data, call)
             if one.box_copy is not None:
-                _place(one, self._decoded(one, data), targets[one.request.target])
+                _place(one, self._decode(one, data), targets[one.request.target])
 
     def _use(self, one: ByteRange, stored: memoryview, call: _Call) -> None:
         """Verifies and places one range whose bytes lie in memory."""
@@ -368,7 +370,7 @@ class RangeReader:
             return
         self._verify(one, stored, call)
         if one.box_copy is not None:
-            _place(one, self._decoded(one, stored), call.targets[one.request.target])
+            _place(one, self._decode(one, stored), call.targets[one.request.target])
 
     def _verify(self, one: ByteRange, data: memoryview, call: _Call) -> None:
         """Raises unless these are the bytes of the range."""
@@ -423,7 +425,7 @@ class RangeReader:
                 lo += chunk.offset - chunks[index].offset
                 data = stored[lo : lo + chunk.stored_bytes]
                 if data.readonly or not self._read_chunk_again(extent.file, chunk, data):
-                    raise damaged(self._reader.url, extent, name, chunk)
+                    raise damage_error(self._reader.url, extent, name, chunk)
                 index, lo = wrong + 1, lo + chunk.stored_bytes
                 if lo >= hi:
                     break
@@ -445,7 +447,7 @@ class RangeReader:
         if wrong is not None:
             call.wrong.append((part, wrong))
 
-    def _decoded(self, one: ByteRange, stored: memoryview) -> memoryview:
+    def _decode(self, one: ByteRange, stored: memoryview) -> memoryview:
         """Returns the bytes of the extent from `one.at` on."""
         extent = one.request.extent
         chunks = extent.chunks
@@ -512,7 +514,7 @@ def bytes_of(array: Array) -> memoryview:
     return memoryview(array.view("u1").data)
 
 
-def damaged(url: str, extent: Extent, name: str, chunk: Chunk) -> CorruptError:
+def damage_error(url: str, extent: Extent, name: str, chunk: Chunk) -> CorruptError:
     """Returns the error for a chunk whose bytes are not as they were written."""
     return CorruptError(
         f"{url}/{extent.file}: {name}: bytes {chunk.offset}:{chunk.offset + chunk.stored_bytes} do "

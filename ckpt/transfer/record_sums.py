@@ -10,7 +10,7 @@ Rules:
 1. A part is summed while the processor has it in its cache. `RecordSums` keeps numbers, no bytes.
 2. Bytes that are read twice, such as those of overlapping views, count once.
 3. If the way to a record has changed bytes of it, the call that has read all of the record reads it
-   again. Where several calls have read it, `repeated` does all of their work once more.
+   again. Where several calls have read it, `run_twice` does all of their work once more.
 4. A record that is read in part cannot be compared. With `verify="all"` the rest is read for the
    checksum. Otherwise `unverified` names the tensors for which the record was read.
 """
@@ -27,7 +27,7 @@ from formats.catalog import Extent
 from formats.errors import CorruptError
 from formats.storage import LOOKS
 from formats.zip_plan import SummedRanges, crc32
-from sharding.errors import ArgumentError, listed
+from sharding.errors import ArgumentError, format_names
 from sharding.layout import Box, Piece
 
 Verify = bool | Literal["all"]
@@ -43,7 +43,7 @@ _Range = tuple[int, int]
 _Place = tuple[str, int, int]
 
 
-def checked_verify(verify: Verify) -> Verify:
+def check_verify(verify: Verify) -> Verify:
     """Returns a caller's `verify=`. Raises ArgumentError unless it is True, False or "all"."""
     if isinstance(verify, bool) or verify == "all":
         return verify
@@ -54,7 +54,7 @@ class RecordSums:
     """The records of one checkpoint that one call reads. Safe to use from several threads."""
 
     def __init__(self, verify: Verify = True) -> None:
-        self.verify = checked_verify(verify)
+        self.verify = check_verify(verify)
         self._lock = threading.Lock()
         self._open: dict[_Place, _Record] = {}
         self._compared: set[_Place] = set()
@@ -75,7 +75,7 @@ class RecordSums:
         """Notes that part of a record is read for the tensor `name`, if the record has a CRC-32."""
         if self.verify and extent.crc32 is not None:
             with self._lock:
-                self._opened(name, extent)
+                self._begin(name, extent)
 
     def part(self, request: ReadRequest, lo: int, hi: int, call: object = None) -> Part | None:
         """Returns the part for bytes `[lo, hi)` of a file, before a read; None if not summed.
@@ -86,7 +86,7 @@ class RecordSums:
         if extent.crc32 is None or not self.verify:
             return None
         with self._lock:
-            record = self._opened(request.name, extent)
+            record = self._begin(request.name, extent)
             if record is None:
                 return None
             record.calls.add(call)
@@ -149,7 +149,7 @@ class RecordSums:
         """Whether the announced reads may cover the whole record."""
         return self._expected is None or self._expected.get(extent[:3], 0) >= extent.nbytes
 
-    def _opened(self, name: str, extent: Extent) -> _Record | None:
+    def _begin(self, name: str, extent: Extent) -> _Record | None:
         """Returns the state of a record; None if it was compared."""
         place = extent[:3]
         if place in self._compared:
@@ -165,7 +165,7 @@ class ChangedOnTheWayError(CorruptError):
     """Bytes that several calls have read were changed on the way; they are right in the store."""
 
 
-def repeated(work: Callable[[], T], *sums: RecordSums) -> T:
+def run_twice(work: Callable[[], T], *sums: RecordSums) -> T:
     """Does work that begins with no record open, again if the way to records has changed bytes."""
     for _ in range(LOOKS - 1):
         try:
@@ -195,7 +195,7 @@ class Part:
     @property
     def names(self) -> str:
         """The tensors for which the record was read, as text; only the first ones of many."""
-        return listed(list(self.record.names), SHOWN_NAMES)
+        return format_names(list(self.record.names), SHOWN_NAMES)
 
     def take(self, at: int, data: memoryview) -> None:
         """Sums the bytes at byte `at` of the file, which follow the bytes of the last call."""
@@ -253,7 +253,7 @@ class _Record:
         return at - 1 if at and self.claimed[at - 1][1] >= lo else at
 
 
-def changed(url: str, extent: Extent, name: str, found: int) -> CorruptError:
+def changed_error(url: str, extent: Extent, name: str, found: int) -> CorruptError:
     """Returns the error for a record whose CRC-32 differs from the stored one."""
     return CorruptError(
         f"{url}/{extent.file}: {name}: bytes {extent.offset}:{extent.offset + extent.nbytes} have "

@@ -26,7 +26,7 @@ import xxhash
 
 from ckpt.plan.reuse import keeps_last
 from ckpt.state.flatten import FlatState, Leaf
-from ckpt.state.memory import Bytes, sampled
+from ckpt.state.memory import Bytes, take_samples
 from ckpt.transfer.write import blocks
 from formats.native.manifest import StoredTensor
 from sharding.agreement.ranks import Ranks
@@ -59,7 +59,7 @@ class Differing:
         return f"{self.name} ({ranks}{more})"
 
 
-def named(found: Sequence[Differing]) -> str:
+def format_names(found: Sequence[Differing]) -> str:
     """Returns the first `SHOWN` tensors as text, and how many more there are."""
     more = len(found) - SHOWN
     return "; ".join(map(str, found[:SHOWN])) + (f" and {more} more tensors" if more > 0 else "")
@@ -83,7 +83,7 @@ class ReplicaHashes:
     """The rank in the default process group, as in layouts."""
     _names: list[str] = field(default_factory=list)
     """The names of the tensors of which this rank has a replica."""
-    _rows: Bytes = field(default_factory=lambda: sampled([]))
+    _rows: Bytes = field(default_factory=lambda: take_samples([]))
     """For each of these tensors its sample, or the hash of all its bytes."""
     _hashes: dict[str, bytes] = field(default_factory=dict)
     """The hashes of all bytes, by name. Each tensor is hashed once."""
@@ -128,7 +128,7 @@ class ReplicaHashes:
             return zlib.compress(json.dumps(_unlike(rows, layouts, members)).encode(), 1)
 
         record = np.array([mine.get(name, 0) for name in names], "<u8").tobytes()
-        answer = ranks.joined("comparing replicas", record, join)
+        answer = ranks.merge_records("comparing replicas", record, join)
         found = [
             Differing(names[at], layouts[at].mesh.lowest, tuple(others), more)
             for at, others, more in json.loads(zlib.decompress(answer))
@@ -139,7 +139,7 @@ class ReplicaHashes:
     def _read(self, leaves: Sequence[Leaf]) -> Bytes:
         """Returns a row for each of these tensors: equal bytes have equal rows."""
         if self.way == "sample":
-            return sampled([leaf.local for leaf in leaves])
+            return take_samples([leaf.local for leaf in leaves])
         for leaf in leaves:
             if leaf.name not in self._hashes:
                 self._hashes[leaf.name] = _hash_of(leaf)

@@ -9,7 +9,7 @@ Rules:
 2. The memory of all tensors that are staged at once stays within `stage_bytes`.
 3. A read that fails in a scatter round, or a cast, does not stop the rounds: the other ranks wait
    for messages. The error is raised after the last round.
-4. `half_loaded` and `failed_elsewhere` make the errors of a load that failed half-way.
+4. `half_loaded` and `name_touched` make the errors of a load that failed half-way.
 
 [Note: targets that share memory]
 Their records are compared before the load changes any of them:
@@ -51,13 +51,13 @@ from ckpt.plan.read_plan import NOWHERE, ReadRequest, requests_for
 from ckpt.plan.scatter_plan import ScatterRound, TensorMove
 from ckpt.state.memory import copy_in_range, empty_for, is_conj_or_neg, memory_of, torch_dtype
 from ckpt.transfer.read import RangeReader, ReadPolicy, Unchanged, read_requests
-from ckpt.transfer.record_sums import RecordSums, Verify, repeated
+from ckpt.transfer.record_sums import RecordSums, Verify, run_twice
 from formats.catalog import Catalog, StoredPiece, TensorRecord
 from formats.errors import FormatError, UnsupportedError
 from formats.native.shard import Progress
 from formats.storage import Reader
 from sharding.agreement.ranks import result_or_error
-from sharding.errors import ArgumentError, said
+from sharding.errors import ArgumentError, describe_error
 from sharding.layout import Box, Piece
 from sharding.reshard.host_memory import HostMemory
 from sharding.reshard.redistribute import Move, redistribute
@@ -88,11 +88,11 @@ def half_loaded(touched: Iterable[str], reads: bool = True) -> Iterator[None]:
             raise ReplacedLoadError(str(error), names) from error
         if isinstance(error, MismatchError):
             raise MismatchedLoadError(error.url, error.differences, names) from error
-        raise PartialLoadError(f"{type(error).__name__}: {said(error)}", names) from error
+        raise PartialLoadError(f"{type(error).__name__}: {describe_error(error)}", names) from error
 
 
 @contextmanager
-def failed_elsewhere(touched: Iterable[str]) -> Iterator[None]:
+def name_touched(touched: Iterable[str]) -> Iterator[None]:
     """A RankError in the block names the tensors that this rank, which did not fail, has filled."""
     try:
         yield
@@ -120,7 +120,7 @@ class LoadRun:
         Raises as `half_loaded` does, with the names of targets that were begun.
         """
         with half_loaded(self.touched):
-            repeated(lambda: self._read_all(plan, source, stage_bytes), source.sums)
+            run_twice(lambda: self._read_all(plan, source, stage_bytes), source.sums)
 
     def _read_all(self, plan: LoadPlan, source: FileSource, stage_bytes: int) -> None:
         ranges = source.range_reader()
@@ -360,11 +360,11 @@ class SharedTargets:
                 f"{self.budget} bytes; leave one out with exclude=, or raise CKPT_MEMORY_BUDGET",
             )
             return
-        found = conflict([self._placed(part) for part in parts])
+        found = conflict([self._read_part(part) for part in parts])
         if found is not None:
             yield found
 
-    def _placed(self, part: _Part) -> Placed:
+    def _read_part(self, part: _Part) -> Placed:
         values = empty_for(part.record, part.local.shape)
         requests = requests_for(part.record, part.pieces)
         read_requests(self.reader, requests, [memory_of(values)], self.verify)

@@ -26,7 +26,7 @@ def outgoing(item: WriteItem, local: torch.Tensor) -> OutgoingTensor:
         if hi - lo < local.numel():
             data = data[lo * dtype.itemsize : hi * dtype.itemsize]
         return OutgoingTensor(name, shape, dtype, lambda: iter((data,)), stable=True)
-    return OutgoingTensor(name, shape, dtype, lambda: _staged(local, lo, hi, dtype))
+    return OutgoingTensor(name, shape, dtype, lambda: _stage(local, lo, hi, dtype))
 
 
 def outgoing_whole(name: str, dtype: DType, local: torch.Tensor) -> OutgoingTensor:
@@ -42,10 +42,10 @@ def blocks(local: torch.Tensor, lo: int, hi: int, dtype: DType) -> Iterator[memo
     """
     if is_plain(local):
         return iter((memory_of(local)[lo * dtype.itemsize : hi * dtype.itemsize],))
-    return _staged(local, lo, hi, dtype)
+    return _stage(local, lo, hi, dtype)
 
 
-def _staged(local: torch.Tensor, lo: int, hi: int, dtype: DType) -> Iterator[memoryview]:
+def _stage(local: torch.Tensor, lo: int, hi: int, dtype: DType) -> Iterator[memoryview]:
     """Yields elements `[lo, hi)` of a tensor in row-major order, copied to the CPU in blocks."""
     if local.is_contiguous() and not is_conj_or_neg(local):
         flat = local.reshape(-1)

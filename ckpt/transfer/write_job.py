@@ -17,7 +17,7 @@ from typing import Any, Literal
 from ckpt.errors import StoreError
 from ckpt.plan.save_plan import SavePlan, WriteItem
 from ckpt.stores.store import Store, open_store
-from ckpt.transfer.bases import opened_base
+from ckpt.transfer.bases import open_base
 from formats.catalog import OutgoingTensor, TensorRef, Tree
 from formats.dtypes import count_nonfinite, dtype_named
 from formats.native.borrowed import Lent
@@ -97,7 +97,7 @@ def _base_chunks(job: WriteJob) -> Lent | None:
     """Returns the chunks of the tensors that the base can lend; None without a base."""
     if job.base is None:
         return None
-    with opened_base(job.url, job.base, job.options) as found:
+    with open_base(job.url, job.base, job.options) as found:
         return found.to(job.rank, job.layouts)
 
 

@@ -13,18 +13,18 @@ from collections.abc import Iterator, Mapping
 from formats.catalog import Key, TensorRef, Tree
 from formats.errors import FormatError, UnsupportedError
 from formats.limits import DEPTH, LIST_HOLES
-from formats.pickles.tree import KeyPath, chars_of, shown
+from formats.pickles.tree import KeyPath, chars_of, format_path
 
 METADATA = ".metadata"
 """The file that makes a folder a DCP checkpoint."""
 
 
-def flattened(tree: Tree) -> Iterator[tuple[KeyPath, Tree]]:
+def flatten(tree: Tree) -> Iterator[tuple[KeyPath, Tree]]:
     """Yields the items of a state with their key paths, by torch's rules.
 
     Raises UnsupportedError if the state is not a dict, or two keys of a dict have one text.
 
-    >>> list(flattened({"a": {1: None}, "b": [1, 2], "c": [{"d": 3}]}))
+    >>> list(flatten({"a": {1: None}, "b": [1, 2], "c": [{"d": 3}]}))
     [(('a', '1'), None), (('b',), [1, 2]), (('c', 0, 'd'), 3)]
     """
     if not isinstance(tree, dict):
@@ -59,7 +59,8 @@ def _below(path: KeyPath, node: Tree) -> Iterator[tuple[KeyPath, Tree]]:
             other = texts.setdefault(str(key), key)
             if other is not key:
                 raise UnsupportedError(
-                    f"{shown((*path, other))} and {shown((*path, key))} have keys with one text, "
+                    f"{format_path((*path, other))} and {format_path((*path, key))} have "
+                    "keys with one text, "
                     "and keys in DCP are text; rename one"
                 )
             yield from _below((*path, str(key)), value)
@@ -89,14 +90,14 @@ def key_path(name: str, paths: Mapping[str, object]) -> KeyPath:
                 f"{METADATA}: the key path of {name} has a {type(key).__name__} in it"
             )
     if sum(map(chars_of, path)) + len(path) - 1 != len(name) or ".".join(map(str, path)) != name:
-        raise FormatError(f"{METADATA}: the key path of {name} is {shown(tuple(path))}")
+        raise FormatError(f"{METADATA}: the key path of {name} is {format_path(tuple(path))}")
     return tuple(path)
 
 
-def nested(leaves: Mapping[KeyPath, Tree]) -> Tree:
+def unflatten(leaves: Mapping[KeyPath, Tree]) -> Tree:
     """Returns the nest with these leaves. In key paths, text is a dict key, an integer an index.
 
-    >>> nested({("a", "x"): 1, ("a", "y", 0): 2, ("a", "y", 1): 3})
+    >>> unflatten({("a", "x"): 1, ("a", "y", 0): 2, ("a", "y", 1): 3})
     {'a': {'x': 1, 'y': [2, 3]}}
     """
     root: dict[object, object] = {}
@@ -105,20 +106,21 @@ def nested(leaves: Mapping[KeyPath, Tree]) -> Tree:
         for key in path[:-1]:
             inner = branch.setdefault(key, _Branch())
             if not isinstance(inner, _Branch):
-                raise FormatError(f"{METADATA}: {shown(path)} lies inside of a value")
+                raise FormatError(f"{METADATA}: {format_path(path)} lies inside of a value")
             branch = inner
         if path[-1] in branch:
-            raise FormatError(f"{METADATA}: two values lie at {shown(path)}, or one in the other")
+            raise FormatError(
+                f"{METADATA}: two values lie at {format_path(path)}, or one in the other"
+            )
         branch[path[-1]] = leaf
     if any(type(key) is not str for key in root):
         raise FormatError(f"{METADATA}: the outermost keys are not text")
     holes = 0
 
-    def finished(branch: dict[object, object]) -> dict[object, object] | list[object]:
+    def finish(branch: dict[object, object]) -> dict[object, object] | list[object]:
         nonlocal holes
         items = {
-            key: finished(each) if isinstance(each, _Branch) else each
-            for key, each in branch.items()
+            key: finish(each) if isinstance(each, _Branch) else each for key, each in branch.items()
         }
         indices = [key for key in items if isinstance(key, int)]
         if not indices:
@@ -128,7 +130,7 @@ def nested(leaves: Mapping[KeyPath, Tree]) -> Tree:
             raise FormatError(f"{METADATA}: the items {list(items)[:5]} do not form a list")
         return [items.get(index) for index in range(max(indices) + 1)]
 
-    return finished(root)  # type: ignore[return-value]  # leaves are trees, and so is their nest
+    return finish(root)  # type: ignore[return-value]  # leaves are trees, and so is their nest
 
 
 class _Branch(dict[object, object]):

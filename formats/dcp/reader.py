@@ -40,10 +40,10 @@ from formats.catalog import (
     check_inside,
     check_tiling,
 )
-from formats.dcp.nest import METADATA, key_path, nested
+from formats.dcp.nest import METADATA, key_path, unflatten
 from formats.dtypes import DType
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
-from formats.limits import DIMENSIONS, ELEMENTS, applied, check, current
+from formats.limits import DIMENSIONS, ELEMENTS, apply_limits, check, current
 from formats.pickles.machine import load
 from formats.pickles.records import (
     BytesStorageMetadata,
@@ -57,7 +57,7 @@ from formats.pickles.records import (
     check_index,
     is_shape,
 )
-from formats.pickles.tree import Nest, shown
+from formats.pickles.tree import Nest, format_path
 from formats.safetensors.header import Entry, Header, read_header
 from formats.storage import LOCAL_READ_BYTES, Reader
 from formats.zip_records import DATA_PICKLE, ZIP_MAGIC, Archive
@@ -79,7 +79,9 @@ def read(reader: Reader) -> Catalog:
     entries = _mapping(metadata.state_dict_metadata, "state_dict_metadata")
     known_paths = _mapping(metadata.planner_data or {}, "planner_data")
     if known_paths and (lost := [name for name in entries if name not in known_paths]):
-        raise FormatError(f"{METADATA}: planner_data has no key path for {shown(tuple(lost[:1]))}")
+        raise FormatError(
+            f"{METADATA}: planner_data has no key path for {format_path(tuple(lost[:1]))}"
+        )
     paths = {name: key_path(name, known_paths) for name in entries}
     sizes = {METADATA: reader.size(METADATA)}
     nest, pickles = Nest(METADATA, sizes[METADATA]), KnownPickles()
@@ -106,7 +108,7 @@ def read(reader: Reader) -> Catalog:
     return Catalog(
         format="dcp",
         tensors=nest.tensors,
-        tree=nested({paths[name]: leaf for name, leaf in leaves.items()}),
+        tree=unflatten({paths[name]: leaf for name, leaf in leaves.items()}),
         files=tuple(FileRecord(name, size) for name, size in sorted(sizes.items())),
         aliases=nest.aliases,
         metadata={"version": metadata.version} if isinstance(metadata.version, str) else {},
@@ -366,14 +368,14 @@ class ItemPieces:
     def _open(self, item: StoredPiece) -> StoredPiece:
         box = item.piece.box
         if entry := self._raw.get(item.extent):
-            return self._checked(item, entry)
+            return self._check(item, entry)
         if item.extent not in self._opened:
-            with applied(self._limits):
+            with apply_limits(self._limits):
                 self._opened[item.extent] = self._read(item.extent, box)
         opened = self._opened[item.extent]
         return StoredPiece(Piece(box, opened.tensor.at, opened.tensor.strides), opened.extent)
 
-    def _checked(self, item: StoredPiece, entry: Entry) -> StoredPiece:
+    def _check(self, item: StoredPiece, entry: Entry) -> StoredPiece:
         """Returns a chunk in a safetensors file. Raises FormatError for another shape or dtype."""
         box = item.piece.box
         if entry.shape != box.shape or entry.dtype != self._dtype.name:
@@ -493,7 +495,7 @@ class AlikeItems:
         after = item.offset + item.nbytes - len(known.tail)
         tail = reader.read(item.file, after, len(known.tail))
         if (
-            blanked(tail, known.differing) != known.tail
+            blank(tail, known.differing) != known.tail
             or reader.read(item.file, item.offset, len(known.head)) != known.head
         ):
             return None
@@ -520,14 +522,14 @@ class AlikeItems:
             differing += _places(tail, (found.crc32 or 0).to_bytes(4, "little"))
         places = tuple(differing)
         self._parsed[item.nbytes] = _Parsed(
-            head, blanked(tail, places), places, tail.rindex(own), data.nbytes, tensor
+            head, blank(tail, places), places, tail.rindex(own), data.nbytes, tensor
         )
 
 
-def blanked(data: bytes, places: tuple[slice, ...]) -> bytes:
+def blank(data: bytes, places: tuple[slice, ...]) -> bytes:
     r"""Returns data with zeros at some places.
 
-    >>> blanked(b"abcdef", (slice(1, 3),))
+    >>> blank(b"abcdef", (slice(1, 3),))
     b'a\x00\x00def'
     """
     found = bytearray(data)

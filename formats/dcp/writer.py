@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from formats.catalog import FilePlan, Outgoing, OutgoingTensor, Part, TensorRef, length_of
-from formats.dcp.nest import METADATA, flattened
+from formats.dcp.nest import METADATA, flatten
 from formats.errors import UnsupportedError
 from formats.pickles.records import (
     BytesStorageMetadata,
@@ -23,7 +23,7 @@ from formats.pickles.records import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from formats.pickles.tree import KeyPath, shown
+from formats.pickles.tree import KeyPath, format_path
 from formats.pickles.writer import Call, dump
 from formats.torch_save import archive_parts, check_all_placed, pack
 
@@ -75,11 +75,12 @@ def plans(state: Outgoing) -> list[FilePlan]:
 def _items(state: Outgoing) -> Iterator[Item]:
     paths: dict[str, KeyPath] = {}
     holders: dict[str, Item] = {}
-    for path, node in flattened(state.tree):
+    for path, node in flatten(state.tree):
         name = ".".join(map(str, path))
         if name in paths:
             raise UnsupportedError(
-                f"{shown(paths[name])} and {shown(path)} would both be named {name!r}, which DCP "
+                f"{format_path(paths[name])} and {format_path(path)} would both be named "
+                f"{name!r}, which DCP "
                 "cannot hold; rename a key"
             )
         paths[name] = path
@@ -88,7 +89,8 @@ def _items(state: Outgoing) -> Iterator[Item]:
         held = [holders[tensor.name] for tensor in tensors if tensor.name in holders]
         if held and (whole is None or held[0].whole is None):
             raise UnsupportedError(
-                f"{shown(path)} shares a tensor with {shown(held[0].path)}, and one of them is in "
+                f"{format_path(path)} shares a tensor with {format_path(held[0].path)}, and "
+                "one of them is in "
                 "a tuple, which DCP stores as one value; make it a list"
             )
         item = Item(name, path, pickled, tuple(tensors), whole, held[0].name if held else name)

@@ -45,7 +45,7 @@ from formats.deepspeed.zero import (
     belongs_to_all,
     dict_of,
     groups_of,
-    opened,
+    open_file,
     option_groups,
     other_values,
     segment,
@@ -54,7 +54,7 @@ from formats.deepspeed.zero import (
 )
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 from formats.joined import below
-from formats.limits import applied, current
+from formats.limits import apply_limits, current
 from formats.pickles.records import StoredTensor
 from formats.pickles.tree import Nest
 from formats.storage import Pool, Reader
@@ -157,7 +157,7 @@ class _Step:
         self._reader, self._names = reader, names
         self._nest = Nest(reader.url, 0)
         self._parallel = min(names.models)
-        self._model = self._opened(names.models[self._parallel][0])
+        self._model = self._open(names.models[self._parallel][0])
         self._files = {
             name: reader.size(name)
             for table in (names.models, names.optimizers)
@@ -206,8 +206,8 @@ class _Step:
         rest = {key: value for key, value in model.items() if key not in left_out}
         return dict_of(self._model, self._nest.tree(rest, (), self._model.archive))
 
-    def _opened(self, name: str) -> File:
-        file = opened(self._reader, name)
+    def _open(self, name: str) -> File:
+        file = open_file(self._reader, name)
         self._nest.grow(file.pickle_bytes)
         return file
 
@@ -215,19 +215,19 @@ class _Step:
         """Returns the trained parameters in the precision of the optimizer, with its state."""
         if self._names.is_universal:
             others = [
-                self._opened(files[0])
+                self._open(files[0])
                 for parallel, files in sorted(self._names.models.items())
                 if parallel != self._parallel
             ]
             models = [groups_of(file) for file in (self._model, *others)]
-            states, sizes = universal_states(self._reader, self._nest, models, self._shared())
+            states, sizes = universal_states(self._reader, self._nest, models, self._shared_names())
             self._files.update(sizes)
             return states
         groups = groups_of(self._model)
         ranks = self._names.optimizers.get(self._parallel, {})
         if not groups or not ranks:
             return States()
-        files = [self._opened(ranks[rank]) for rank in sorted(ranks)]
+        files = [self._open(ranks[rank]) for rank in sorted(ranks)]
         return zero_states(self._nest, files, groups)
 
     # The module.
@@ -241,7 +241,7 @@ class _Step:
             if states.fp32:
                 tree["fp32"] = states.fp32
             return
-        shared = self._shared()
+        shared = self._shared_names()
         frozen = self._frozen()
         # In stage 3 a parameter without elements stands for its parts, a buffer for itself.
         buffers: Mapping[object, object] = {"buffer_names": content.get("buffer_names") or []}
@@ -259,9 +259,9 @@ class _Step:
             elif name in frozen:
                 module[name] = frozen[name]
             else:
-                module[name] = self._tied("module", name, weights)
+                module[name] = self._tie("module", name, weights)
             if states.fp32 and name not in fp32 and isinstance(module[name], TensorRef):
-                fp32[name] = self._tied("fp32", name, weights or module[name])
+                fp32[name] = self._tie("fp32", name, weights or module[name])
         tree["module"] = module
         if fp32:
             tree["fp32"] = fp32
@@ -271,7 +271,7 @@ class _Step:
         """Whether each rank has a part of each parameter: stage 3."""
         return self._model.name.startswith("zero_pp_rank_")
 
-    def _tied(self, section: str, name: str, tensor: Tree) -> TensorRef:
+    def _tie(self, section: str, name: str, tensor: Tree) -> TensorRef:
         """Returns the reference of a second name of a tensor."""
         if not isinstance(tensor, TensorRef):
             raise CorruptError(
@@ -281,7 +281,7 @@ class _Step:
         self._nest.aliases[self._nest.claim((section, name))] = tensor.name
         return tensor
 
-    def _shared(self) -> Mapping[object, object]:
+    def _shared_names(self) -> Mapping[object, object]:
         """Returns the names of parameters that are stored under another name, with that name."""
         shared = self._model.part().get("shared_params") or {}
         if not isinstance(shared, dict):
@@ -294,7 +294,7 @@ class _Step:
         if not shapes:
             return {}
         names = self._names.models[self._parallel]
-        files = [self._model, *(self._opened(names[rank]) for rank in sorted(names)[1:])]
+        files = [self._model, *(self._open(names[rank]) for rank in sorted(names)[1:])]
         parts = [file.part("frozen_param_fragments") for file in files]
         found: Nested = {}
         for name, shape in shapes_of(self._model, shapes, "frozen_param_shapes").items():
@@ -353,12 +353,12 @@ def universal_states(
         )
     found, sizes, limits = States(), {}, current()
 
-    def opened_files(name: str) -> dict[str, File]:
-        with applied(limits):  # a thread has none of its own
+    def open_files(name: str) -> dict[str, File]:
+        with apply_limits(limits):  # a thread has none of its own
             return _parameter_files(reader, name)
 
     with Pool(THREADS) as pool:
-        for name, files in zip(names, pool.map(opened_files, names), strict=True):
+        for name, files in zip(names, pool.map(open_files, names), strict=True):
             found.state[name] = {}
             for key, file in files.items():
                 sizes[file.name] = file.size
@@ -368,7 +368,7 @@ def universal_states(
                     f"{FOLDER}/{name}: the file {WEIGHTS}.pt is missing; copy it too"
                 )
     if GROUPS.partition("/")[2] in reader.entries(FOLDER):
-        file = opened(reader, GROUPS)
+        file = open_file(reader, GROUPS)
         nest.grow(file.pickle_bytes)
         sizes[file.name] = file.size
         members = [
@@ -414,7 +414,7 @@ def _parameter_files(reader: Reader, name: str) -> dict[str, File]:
         raise HostileError(f"{FOLDER}: {name!r:.200} is no name of a folder")
     folder = f"{FOLDER}/{name}"
     return {
-        entry.removesuffix(".pt"): opened(reader, f"{folder}/{entry}")
+        entry.removesuffix(".pt"): open_file(reader, f"{folder}/{entry}")
         for entry in reader.entries(folder)
         if entry.endswith(".pt")
     }

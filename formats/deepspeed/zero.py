@@ -32,7 +32,7 @@ from formats.errors import CorruptError, FormatError, HostileError, UnsupportedE
 from formats.limits import ELEMENTS
 from formats.pickles.machine import load
 from formats.pickles.records import StoredTensor, is_shape
-from formats.pickles.tree import KeyPath, Nest, shown
+from formats.pickles.tree import KeyPath, Nest, format_path
 from formats.storage import Reader
 from formats.zip_records import DATA_PICKLE, Archive
 from sharding.layout import Box, Piece, row_major, span_boxes
@@ -240,7 +240,7 @@ def _add_group(partitions: _Partitions, number: int, shapes: Shapes, found: Stat
     rows = _Rows(shapes, gaps, len(partitions.files), partitions.stage_3)
     weights = rows.lines([row[number] for row in partitions.weights])
     rows.check(weights, f"{partitions.files[0].name}: group {number}")
-    for name, tensor in rows.placed(partitions.nest, weights, ("fp32",), ()):
+    for name, tensor in rows.place(partitions.nest, weights, ("fp32",), ()):
         found.fp32[name] = tensor
         found.state[name] = {}
     states = [row[number] for row in partitions.states if row]
@@ -248,7 +248,7 @@ def _add_group(partitions: _Partitions, number: int, shapes: Shapes, found: Stat
         values = [state.get(key) for state in states]
         lines = rows.lines(partitions.segments(values, str(key)))
         if lines and rows.is_like(lines, weights):
-            for name, tensor in rows.placed(partitions.nest, lines, ("optimizer", "state"), (key,)):
+            for name, tensor in rows.place(partitions.nest, lines, ("optimizer", "state"), (key,)):
                 found.state[name][str(key)] = tensor
         elif not belongs_to_all(values):
             partitions.keep(found, number, str(key), values)
@@ -304,7 +304,7 @@ class _Rows:
             for line, weight in zip(lines, weights, strict=True)
         )
 
-    def placed(
+    def place(
         self, nest: Nest, lines: Sequence[Line], before: KeyPath, after: KeyPath
     ) -> Iterator[tuple[str, Tree]]:
         """Adds the parameters to the nest, and yields their names with their tensors."""
@@ -456,12 +456,13 @@ class File:
     def unlike(self, kind: str, found: object, *path: object) -> FormatError:
         """Returns the error for a value of another kind."""
         return FormatError(
-            f"{self.name}: {shown(path)} is a {type(found).__name__}, DeepSpeed stores a {kind} "
+            f"{self.name}: {format_path(path)} is a {type(found).__name__}, DeepSpeed "
+            f"stores a {kind} "
             "there"
         )
 
 
-def opened(reader: Reader, name: str) -> File:
+def open_file(reader: Reader, name: str) -> File:
     """Opens a file and reads its pickle, no tensor. Raises as `formats.torch_save.read` does."""
     archive = Archive(reader, name)
     pickled = archive.read(DATA_PICKLE)
@@ -480,7 +481,7 @@ def shapes_of(file: File, value: object, *path: object) -> Shapes:
             raise file.unlike("name with a shape", shape, *path, name)
         if prod(size or 1 for size in shape) >= ELEMENTS:
             raise HostileError(
-                f"{file.name}: {shown((*path, name))} has more elements than torch can count"
+                f"{file.name}: {format_path((*path, name))} has more elements than torch can count"
             )
     return value
 

@@ -182,7 +182,7 @@ def bases_of(folder: str, manifest: Manifest) -> tuple[Base, ...]:
     return (Base(folder, files), *own)[:BASES]
 
 
-def kept(bases: Sequence[Base], used: int) -> tuple[Base | None, ...]:
+def keep_used(bases: Sequence[Base], used: int) -> tuple[Base | None, ...]:
     """Returns the manifest's list of bases, with None for a base that `used` lacks the bit of."""
     return tuple(
         base if used >> number & 1 else None

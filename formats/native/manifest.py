@@ -344,7 +344,7 @@ class Loader:
 
         alike: dict[str, StoredTensor] = {}
 
-        def found(name: str, tag: str, value: Json) -> TensorRef:
+        def add_tensor(name: str, tag: str, value: Json) -> TensorRef:
             if name in tensors or name in aliases:
                 raise HostileError(f"{self._file}: two entries have the name {name!r}")
             if tag == "$alias":
@@ -359,7 +359,7 @@ class Loader:
             tensors[name] = stored
             return TensorRef(name)
 
-        tree = decode(self._content.get("state"), found, self._names)
+        tree = decode(self._content.get("state"), add_tensor, self._names)
         for name, target in aliases.items():
             if target not in tensors and self._stored:
                 raise FormatError(

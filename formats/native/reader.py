@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from formats.catalog import Catalog, FileRecord, StoredPiece, TensorRecord
 from formats.errors import CorruptError, FormatError
-from formats.limits import BASES, applied, current
+from formats.limits import BASES, apply_limits, current
 from formats.native.borrowed import Lent, LentChunks, Place, Root, bases_of, beside
 from formats.native.manifest import MANIFEST, Manifest, StoredTensor, digest_in, load, read_manifest
 from formats.native.shard import RECORD, Expected, Part, Shard, open_shard, read_root
@@ -102,7 +102,7 @@ class Shards:
             with self._locks[rank % len(self._locks)]:
                 shard = self._opened.get(rank)
                 if shard is None:
-                    with applied(self._limits):
+                    with apply_limits(self._limits):
                         index = open_shard(self._reader, file, self._headers)
                     shard = Shard(file, index, self._reader, self.base_file, self._first)
                     self._opened[rank] = shard
@@ -186,12 +186,12 @@ class Places:
         if found is None:
             layout = self.stored.layout
             found = self._found[box.lo, box.hi] = tuple(
-                (rank, self.expected(rank), tuple(p for p in layout.pieces(rank) if p.box & box))
+                (rank, self.expected_of(rank), tuple(p for p in layout.pieces(rank) if p.box & box))
                 for rank in layout.holders(box)
             )
         return found
 
-    def expected(self, rank: int) -> Expected:
+    def expected_of(self, rank: int) -> Expected:
         """Returns the part that the file of a rank must have."""
         layout, dtype = self.stored.layout, self.stored.dtype
         lo, hi = layout.span(rank)
@@ -239,7 +239,7 @@ class NativePieces:
 
     def parts(self, rank: int) -> list[Part]:
         """Returns the parts of a rank's local storage."""
-        expected = self._places.expected(rank)
+        expected = self._places.expected_of(rank)
         return self._shards.shard(rank, self._name).parts(self._name, expected)
 
     def _among(

@@ -74,7 +74,7 @@ class ShardSummary:
     nonfinite: int | None = None
     """How many of its numbers are NaN or infinite; None if nobody has counted."""
 
-    def named(self, name: str, rank: int) -> ShardFile:
+    def to_file(self, name: str, rank: int) -> ShardFile:
         """Returns the manifest's entry of the file."""
         return ShardFile(name, rank, self.size, self.header_bytes, self.table_bytes, self.digest)
 
@@ -84,7 +84,7 @@ def chunk_bytes_of(codec: str) -> int:
     return CHUNK_BYTES if codec == "raw" else COMPRESSED_CHUNK_BYTES
 
 
-def stored_order(tensors: Sequence[OutgoingTensor]) -> list[OutgoingTensor]:
+def sort_for_file(tensors: Sequence[OutgoingTensor]) -> list[OutgoingTensor]:
     """Returns tensors in their order in a file (rule 4): a stable sort by element size."""
     return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
 
@@ -293,7 +293,7 @@ class Shard:
         where = f"{self._where}: {name}"
         if entry.dtype != "U8":
             raise FormatError(f"{where} is borrowed and yet {entry.dtype}")
-        return list(self._pieced(first, count, runs, entry, expected, where))
+        return list(self._iter_parts(first, count, runs, entry, expected, where))
 
     def start(self, name: str, expected: Expected) -> Start:
         """Returns the start of a tensor's part that is not borrowed, and checks it.
@@ -331,7 +331,7 @@ class Shard:
             )
         return entry
 
-    def _pieced(
+    def _iter_parts(
         self,
         first: int,
         count: int,
@@ -347,11 +347,11 @@ class Shard:
             upto = run.first if run is not None else first + count
             ranges = []
             if at < upto:
-                stored = stored_in(self.index, at, upto)
+                stored = sum_stored(self.index, at, upto)
                 ranges.append((at, upto, self.file.name, offset + own, stored))
                 own += stored
             if run is not None:
-                stored = stored_in(self.index, run.first, run.end)
+                stored = sum_stored(self.index, run.first, run.end)
                 file = self._base_file(run.place, stored, where)
                 ranges.append((run.first, run.end, file, run.place.offset, stored))
                 at = run.end
@@ -397,7 +397,7 @@ class Shard:
         return self._first[name]
 
 
-def stored_in(index: ShardIndex, first: int, end: int) -> int:
+def sum_stored(index: ShardIndex, first: int, end: int) -> int:
     """Returns the stored bytes of chunks `[first, end)`, in this file or in a base."""
     lo, hi = first * RECORD.size, end * RECORD.size
     return sum(stored for _, stored in RECORD.iter_unpack(index.table[lo:hi]))
@@ -476,7 +476,7 @@ class ChunkTable:
         at = index * self.chunk_bytes
         raw = min(self.chunk_bytes, self._raw_bytes - at)
         if self.compressed:
-            at = self._stored_starts()[index]
+            at = self._chunk_starts()[index]
         elif stored != raw:
             raise self._lie(index, stored, raw)
         if not 0 < stored <= raw:
@@ -528,14 +528,14 @@ class ChunkTable:
 
     def check(self) -> None:
         """Raises FormatError unless the compressed chunks fill their entry exactly."""
-        starts = self._stored_starts()
+        starts = self._chunk_starts()
         if len(starts) != len(self) + 1 or starts[-1] != self._stored_bytes:
             raise FormatError(
                 f"{self._where}: its chunks take {starts[-1]} bytes, its entry has "
                 f"{self._stored_bytes}"
             )
 
-    def _stored_starts(self) -> list[int]:
+    def _chunk_starts(self) -> list[int]:
         if self._starts is None:
             starts = [0]
             for index in range(len(self)):

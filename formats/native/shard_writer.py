@@ -41,7 +41,7 @@ from formats.native.shard import (
     ShardSummary,
     chunk_bytes_of,
     metadata_of,
-    stored_order,
+    sort_for_file,
     table_entry,
 )
 from formats.safetensors.header import build
@@ -64,7 +64,7 @@ def write_shard(
     as a delta. With `overlap`, for a writer with a second core, one thread hashes while another
     writes.
     """
-    ordered = stored_order(tensors)
+    ordered = sort_for_file(tensors)
     codec = "zstd" if compress else "raw"
     if lent is not None and (lent.codec, lent.chunk_bytes) != (codec, chunk_bytes_of(codec)):
         lent = None  # its chunks have another size or codec, so none can be borrowed
@@ -89,13 +89,13 @@ def write_shard(
 
 def plan_shard(name: str, tensors: Sequence[OutgoingTensor]) -> FilePlan:
     """Plans an uncompressed shard file, whose chunk table comes last."""
-    ordered = stored_order(tensors)
+    ordered = sort_for_file(tensors)
     header, table_bytes = raw_header(ordered)
     table = Late(table_bytes, lambda records: records)
     return FilePlan(name, [header, *ordered, table], chunk_bytes_of("raw"))
 
 
-def planned_summary(plan: FilePlan, table: bytes) -> ShardSummary:
+def plan_summary(plan: FilePlan, table: bytes) -> ShardSummary:
     """Returns the facts of a planned file with this chunk table."""
     header = plan.parts[0]
     assert isinstance(header, bytes)
@@ -174,7 +174,7 @@ def write_as_it_comes(
     progress: Progress | None,
 ) -> ShardSummary:
     """Writes a file whose entries get their sizes on the way: compressed, or partly borrowed."""
-    reserved = _reserved_header(tensors, codec)
+    reserved = _reserve_header(tensors, codec)
     workers = min(WORKERS, os.cpu_count() or 1)
     with Gather(file) as out, Pool(workers, "ckpt-compress") as pool:
         out.add(reserved)
@@ -185,7 +185,7 @@ def write_as_it_comes(
             roots = (
                 _Roots(lent, known) if lent is not None and known is not None and deltas else None
             )
-            for packed, ends_block in _packed(tensor, codec, roots, pool, 2 * workers):
+            for packed, ends_block in _pack_tensor(tensor, codec, roots, pool, 2 * workers):
                 body.add(packed)
                 if ends_block and not tensor.stable:
                     out.flush()  # the next block reuses the memory of this one
@@ -201,7 +201,7 @@ def write_as_it_comes(
     return replace(summary, used=body.used, borrowed_bytes=nbytes, base_digest=lent.manifest_digest)
 
 
-def _packed(
+def _pack_tensor(
     tensor: OutgoingTensor, codec: str, roots: _Roots | None, pool: Pool, ahead: int
 ) -> Iterator[tuple[_Packed, bool]]:
     """Yields a tensor's stored chunks in order, each with whether a block ends with it."""
@@ -301,7 +301,7 @@ def _pack(raw: memoryview, width: int, try_it: bool, delta: _Delta | None) -> _P
     return _Packed(record_of(stored), stored, frame is not None if try_it else None)
 
 
-def _reserved_header(tensors: Sequence[OutgoingTensor], codec: str) -> bytes:
+def _reserve_header(tensors: Sequence[OutgoingTensor], codec: str) -> bytes:
     """Returns zeros in the place of a header, at least as long as the final one can be."""
     chunks = [-(-tensor.nbytes // chunk_bytes_of(codec)) for tensor in tensors]
     entries = [(t.name, t.dtype.carrier, t.dtype.carrier_shape(t.shape), t.nbytes) for t in tensors]

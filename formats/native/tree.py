@@ -137,7 +137,7 @@ class _Decoder:
                     self.names.tensor(len(path))
                     return self.tensor(path or ROOT, tag, value)
                 if tag.startswith("$"):
-                    return self._tagged(tag, value, path, depth)
+                    return self._decode_tagged(tag, value, path, depth)
             self._check_size(node, path, depth)
             prefix = f"{path}." if path else ""
             tree = self.tree
@@ -157,7 +157,7 @@ class _Decoder:
             raise HostileError(f"manifest: {path[:80]}... nests deeper than {DEPTH}")
         self.names.values(len(path), len(node))
 
-    def _tagged(self, tag: str, value: Json, path: str, depth: int) -> Tree:
+    def _decode_tagged(self, tag: str, value: Json, path: str, depth: int) -> Tree:
         if tag == "$tuple" and isinstance(value, list):
             return tuple(self._items(value, path, depth))
         if tag == "$dict" and isinstance(value, list):

@@ -27,8 +27,8 @@ from struct import Struct
 from struct import error as StructError
 
 from formats.errors import FormatError, HostileError, UnsupportedError
-from formats.limits import INTEGER_BYTES, KeysApart, check, current, exceeded
-from formats.pickles.names import MAKERS, known, storage
+from formats.limits import INTEGER_BYTES, KeysApart, check, current, limit_error
+from formats.pickles.names import MAKERS, resolve, storage
 from formats.pickles.records import (
     FIELDS,
     RECORDS,
@@ -153,7 +153,7 @@ class _Machine:
                 )
             self.at += 1
             step(self)
-        raise exceeded("pickle_steps", most + 1, "the pickle")
+        raise limit_error("pickle_steps", most + 1, "the pickle")
 
     # Parts of steps.
 
@@ -234,7 +234,7 @@ class _Machine:
             raise FormatError(f"a tuple of {length} is announced, the stack is shorter")
         self.stack[-length:] = [tuple(self.stack[-length:])]
 
-    def marked_tuple(self) -> None:
+    def push_tuple(self) -> None:
         items = self.pop_marked()  # first: it changes the stack to which the tuple is pushed
         self.push(tuple(items))
 
@@ -288,13 +288,13 @@ class _Machine:
         name, module = self.pop(), self.pop()
         if not isinstance(module, str) or not isinstance(name, str):
             raise FormatError("a class or function has a name that is not text")
-        self.push(known(module, name))
+        self.push(resolve(module, name))
 
     def name_in_lines(self) -> None:
         module, name = self.line(), self.line()
         if not module or not name:
             raise FormatError("an opcode names nothing: the line of a module or name is empty")
-        self.push(known(module, name))
+        self.push(resolve(module, name))
 
     def old_instance(self) -> None:
         self.name_in_lines()
@@ -421,7 +421,7 @@ _BY_OPCODE: dict[bytes, Step] = {
     pickle.TUPLE1: lambda m: m.make_tuple(1),
     pickle.TUPLE2: lambda m: m.make_tuple(2),
     pickle.TUPLE3: lambda m: m.make_tuple(3),
-    pickle.TUPLE: _Machine.marked_tuple,
+    pickle.TUPLE: _Machine.push_tuple,
     pickle.EMPTY_LIST: lambda m: m.push([]),
     pickle.APPEND: lambda m: m.append([m.pop()]),
     pickle.APPENDS: lambda m: m.append(m.pop_marked()),

@@ -37,14 +37,14 @@ from formats.pickles.records import (
     integer_of,
     shape_of,
 )
-from formats.pickles.values import TENSOR_MAKERS, from_buffer, numpy_dtype, reconstructed, scalar
+from formats.pickles.values import TENSOR_MAKERS, from_buffer, numpy_dtype, reconstruct, scalar
 
 # The makers: each takes the arguments in the file and returns the value of the call.
 
 Arguments = tuple[object, ...]
 
 
-def _ordered_dict(arguments: Arguments) -> object:
+def _make_ordered_dict(arguments: Arguments) -> object:
     pairs = arguments[0] if arguments else []
     if type(pairs) is dict:
         return dict(pairs)
@@ -60,7 +60,7 @@ def _ordered_dict(arguments: Arguments) -> object:
 
 
 def _default_dict(arguments: Arguments) -> object:
-    return _ordered_dict(arguments[1:])
+    return _make_ordered_dict(arguments[1:])
 
 
 def _deque(arguments: Arguments) -> object:
@@ -138,13 +138,13 @@ def _member(arguments: Arguments) -> object:
         inside = owner.full if isinstance(owner, Name) else owner.type
         check_harmless(inside, name)
         return Opaque(f"{inside}.{name}")
-    raise refused("builtins.getattr")
+    raise hostile_error("builtins.getattr")
 
 
 def _type(arguments: Arguments) -> object:
     if arguments == (None,):
         return Opaque("builtins.NoneType")
-    raise refused("builtins.type")
+    raise hostile_error("builtins.type")
 
 
 def _first(arguments: Arguments) -> object:
@@ -172,8 +172,8 @@ MAKERS: dict[str, Callable[[Arguments], object]] = {
     "torch.torch_version.TorchVersion": _text,
     "torch.distributed.checkpoint.metadata." + "_MEM_FORMAT_ENCODING": _memory_format,
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": _memory_format,
-    "collections.OrderedDict": _ordered_dict,
-    "collections.Counter": _ordered_dict,
+    "collections.OrderedDict": _make_ordered_dict,
+    "collections.Counter": _make_ordered_dict,
     "collections.defaultdict": _default_dict,
     "collections.deque": _deque,
     "builtins.getattr": _member,
@@ -191,7 +191,7 @@ MAKERS: dict[str, Callable[[Arguments], object]] = {
         f"numpy.{core}.{name}": maker
         for core in ("core", "_core")
         for name, maker in (
-            ("multiarray._reconstruct", reconstructed),
+            ("multiarray._reconstruct", reconstruct),
             ("multiarray.scalar", scalar),
             ("numeric._frombuffer", from_buffer),
         )
@@ -244,7 +244,7 @@ _RENAMED = {"__builtin__": "builtins", "exceptions": "builtins", "copy_reg": "co
 """The names of modules in Python 2, which protocol 2 still has."""
 
 
-def known(module: str, name: str) -> object:
+def resolve(module: str, name: str) -> object:
     """Returns the inert value of a name in a pickle: a dtype, a class of storages or a `Name`.
 
     Raises HostileError, with the name, by the rule of `formats.pickles.names`.
@@ -347,7 +347,7 @@ _NAMES = {
 def check_harmless(module: str, name: str) -> None:
     """Raises HostileError, with the name, if the rule of this file refuses it."""
     if len(module) + len(name) > NAME_CHARS or not f"{module}{name}".isprintable():
-        raise refused(f"{module[:NAME_CHARS]}.{name[:NAME_CHARS]}")
+        raise hostile_error(f"{module[:NAME_CHARS]}.{name[:NAME_CHARS]}")
     parts = name.split(".")
     starts = [module] if "." not in module else _prefixes(module)
     is_special = len(parts[-1]) > 4 and parts[-1].startswith("__") and parts[-1].endswith("__")
@@ -360,13 +360,14 @@ def check_harmless(module: str, name: str) -> None:
         or not _CLASSES.isdisjoint(_prefixes(f"{module}.{name}")[:-1])
         or not _NAMES.get(module, frozenset()).isdisjoint(_prefixes(name))
     ):
-        raise refused(f"{module}.{name}")
+        raise hostile_error(f"{module}.{name}")
 
 
-def refused(full: str) -> HostileError:
+def hostile_error(full: str) -> HostileError:
     """Returns the error for a hostile name."""
     return HostileError(
-        f"the pickle asks for {_shown(full)}, which a checkpoint never needs; nothing was executed"
+        f"the pickle asks for {_format_name(full)}, which a checkpoint never needs; nothing "
+        "was executed"
     )
 
 
@@ -380,6 +381,6 @@ def _prefixes(dotted: str) -> list[str]:
     return [".".join(parts[: end + 1]) for end in range(len(parts))]
 
 
-def _shown(name: str) -> str:
+def _format_name(name: str) -> str:
     # A hostile name may have control characters for the terminal, or a megabyte.
     return name if name.isprintable() and len(name) <= 200 else repr(name[:200])

@@ -59,7 +59,7 @@ _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 200
 
 
-def shown(path: KeyPath) -> str:
+def format_path(path: KeyPath) -> str:
     """Returns a key path for messages: `['model'][0]`."""
     return "".join(f"[{_SHORT.repr(key)}]" for key in path) or "the whole file"
 
@@ -137,7 +137,8 @@ class Nest:
         name = ".".join(map(str, path)) if path else BARE_TENSOR
         if name in self._paths:
             raise UnsupportedError(
-                f"{self._where}: the tensors at {shown(self._paths[name])} and {shown(path)} would "
+                f"{self._where}: the tensors at {format_path(self._paths[name])} and "
+                f"{format_path(path)} would "
                 f"both be named {name!r}; rename a key and save again"
             )
         self._paths[name] = path
@@ -171,11 +172,11 @@ class Nest:
         if not any(hidden.values()):
             return tree
 
-        def counted(leaf: Tree) -> Tree:
+        def with_count(leaf: Tree) -> Tree:
             found = hidden.get(id(leaf), 0)
             return replace(leaf, tensors=found) if isinstance(leaf, OpaqueValue) else leaf
 
-        counted_tree: Tree = map_tree(tree, counted)
+        counted_tree: Tree = map_tree(tree, with_count)
         return counted_tree
 
     def opaque(self, kind: str, held: object) -> OpaqueValue:
@@ -196,7 +197,7 @@ class Nest:
             seen.add(id(each))
             self.count(1)
             if isinstance(each, StoredTensor | Storage):
-                hidden.add(_stored_at(where, each))
+                hidden.add(_storage_key(where, each))
             elif isinstance(each, NumpyArray):
                 hidden |= {id(each)} if each.is_numeric else set()
             elif isinstance(each, Opaque):
@@ -220,7 +221,9 @@ class Nest:
     def enter(self, path: KeyPath, chars: int) -> None:
         """Counts the value at a key path, whose name has so many characters."""
         if len(path) > DEPTH:
-            raise HostileError(f"{self._where}: {shown(path[:4])} is nested deeper than {DEPTH}")
+            raise HostileError(
+                f"{self._where}: {format_path(path[:4])} is nested deeper than {DEPTH}"
+            )
         self.count(1)
         self._names.values(chars)
 
@@ -304,7 +307,9 @@ class _Walk:
         """Adds the trees of all entries to a dict; keys of merged entries get a prefix."""
         for key, part in items:
             if not _is_key(key) or (prefix and type(key) is not str):
-                raise FormatError(f"{self.storages.where}: {shown(path)} has a key that is no name")
+                raise FormatError(
+                    f"{self.storages.where}: {format_path(path)} has a key that is no name"
+                )
             if isinstance(part, Entries) and part.is_merged:
                 if prefix.count(".") > DEPTH:
                     raise HostileError(f"{self.storages.where}: modules nest deeper than {DEPTH}")
@@ -341,10 +346,10 @@ class _Walk:
             )
         strides = tensor.strides if is_dense(tensor.shape, tensor.strides) else None
         record = TensorRecord(name, tensor.shape, tensor.dtype, pieces, strides=strides)
-        return self.nest.place(view, record, _stored_at(self.storages.where, storage))
+        return self.nest.place(view, record, _storage_key(self.storages.where, storage))
 
 
-def _stored_at(where: str, data: StoredTensor | Storage) -> object:
+def _storage_key(where: str, data: StoredTensor | Storage) -> object:
     """Returns the identity of a storage: of its bytes in the pickle, or of its record."""
     storage = data.storage if isinstance(data, StoredTensor) else data
     return (where, storage.key) if storage.data is None else id(storage.data)

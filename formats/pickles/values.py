@@ -168,7 +168,7 @@ def numpy_dtype(arguments: tuple[object, ...]) -> object:
     return NumpyDType(code)
 
 
-def reconstructed(arguments: tuple[object, ...]) -> object:
+def reconstruct(arguments: tuple[object, ...]) -> object:
     """Makes an empty array of a class, whose state follows."""
     kind = arguments[0]
     if not isinstance(kind, Name):
@@ -246,7 +246,7 @@ def _tensor_of_dtype(arguments: Arguments) -> object:
     return _of_storage(storage, dtype, (at, shape, strides), metadata[0] if metadata else None)
 
 
-def _quantised(arguments: Arguments) -> object:
+def _make_quantised(arguments: Arguments) -> object:
     storage, at, shape, strides, parameters, *_ = arguments
     if not isinstance(parameters, tuple) or len(parameters) not in (3, 4):
         raise FormatError("a quantised tensor has no scale and zero point")
@@ -271,12 +271,12 @@ def _sparse(arguments: Arguments) -> object:
     )
 
 
-def _nested(arguments: Arguments) -> object:
+def _make_nested(arguments: Arguments) -> object:
     names = ("values", "sizes", "strides", "storage_offsets")
     return Opaque(f"{TENSOR}, nested", (), dict(zip(names, arguments, strict=True)))
 
 
-def _jagged(arguments: Arguments) -> object:
+def _make_jagged(arguments: Arguments) -> object:
     (parts,) = arguments
     return Opaque(f"{TENSOR}, jagged", (), parts)
 
@@ -354,16 +354,16 @@ TENSOR_MAKERS: dict[str, Callable[[Arguments], object]] = {
     "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
-    "torch._utils._rebuild_qtensor": _quantised,
+    "torch._utils._rebuild_qtensor": _make_quantised,
     "torch._utils._rebuild_sparse_tensor": _sparse,
     "torch._utils._rebuild_sparse_csr_tensor": _sparse,
-    "torch._utils._rebuild_nested_tensor": _nested,
+    "torch._utils._rebuild_nested_tensor": _make_nested,
     "torch._utils._rebuild_meta_tensor_no_storage": _meta,
     "torch._utils._rebuild_wrapper_subclass": _wrapper,
     "torch._utils._rebuild_device_tensor_from_numpy": _of_device,
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _of_device,
     "torch._utils._rebuild_xla_tensor": _of_device,
-    "torch.nested._internal.nested_tensor._rebuild_njt": _jagged,
+    "torch.nested._internal.nested_tensor._rebuild_njt": _make_jagged,
     _FROM_TYPE: _with_attributes,
 }
 """Makes the value of a call of each function."""

@@ -140,13 +140,13 @@ class _Writer:
             self.data += value.to_bytes(nbytes, "little", signed=True)
 
     def text(self, value: str) -> None:
-        if not self.known(value):
+        if not self.write_known(value):
             encoded = value.encode("utf-8", "surrogatepass")
             self.data += pickle.BINUNICODE + pack("<I", len(encoded)) + encoded
             self.remember(value)
 
     def name(self, full: str) -> None:
-        if not self.known(("name", full)):
+        if not self.write_known(("name", full)):
             module, _, name = full.rpartition(".")
             self.data += pickle.GLOBAL + f"{module}\n{name}\n".encode()
             self.remember(("name", full))
@@ -165,7 +165,7 @@ class _Writer:
         self.data += pickle.TUPLE + pickle.BINPERSID
 
     def tensor(self, value: StoredTensor) -> None:
-        if self.known(("tensor", value)):
+        if self.write_known(("tensor", value)):
             return
         hooks = Call("collections.OrderedDict", ())
         view = (value.storage, value.at, value.shape, value.strides, False, hooks)
@@ -187,7 +187,7 @@ class _Writer:
             return
         self.data += pickle.BUILD
 
-    def known(self, key: object) -> bool:
+    def write_known(self, key: object) -> bool:
         """Writes a reference to a value that was written before. Returns False if it was not."""
         place = self.memo.get(key)
         if place is None:

@@ -131,16 +131,16 @@ def plan_tensors(
     named = [tensor._replace(name=tensor.name.removeprefix(start)) for tensor in ordered]
     tied = {a.removeprefix(start): b.removeprefix(start) for a, b in aliases.items()}
     header = build(
-        [(t.name, *labelled(t.dtype, t.shape), t.nbytes) for t in named],
+        [(t.name, *label(t.dtype, t.shape), t.nbytes) for t in named],
         _metadata(named, tied if start else aliases, metadata),
     )
     return FilePlan(name, [header, *ordered])
 
 
-def labelled(dtype: DType, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+def label(dtype: DType, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
     """Returns the dtype and shape in a header: those of the tensor, or of its carrier (rule 3).
 
-    >>> labelled(BY_NAME["F4_E2M1X2"], (2, 4)), labelled(BY_NAME["C128"], (3,))
+    >>> label(BY_NAME["F4_E2M1X2"], (2, 4)), label(BY_NAME["C128"], (3,))
     (('F4', (2, 8)), ('F64', (3, 2)))
     """
     if dtype.name == PACKED and shape:
@@ -152,7 +152,7 @@ def labelled(dtype: DType, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]
 
 def is_carried(dtype: DType, shape: tuple[int, ...]) -> bool:
     """Whether other readers of safetensors see another dtype, that of the carrier (rule 3)."""
-    return labelled(dtype, shape)[0] not in (dtype.name, "F4")
+    return label(dtype, shape)[0] not in (dtype.name, "F4")
 
 
 def flat_tree(tensors: Mapping[str, TensorRecord], aliases: Mapping[str, str]) -> Tree:

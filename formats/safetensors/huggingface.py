@@ -53,12 +53,12 @@ from formats.catalog import (
 )
 from formats.detect import folder_format
 from formats.errors import CorruptError, FormatError, HostileError
-from formats.joined import Part, below, joined
+from formats.joined import Part, below, join_catalogs
 from formats.limits import ELEMENTS, check
 from formats.safetensors.file import FileContents, flat_tree, plan_tensors, read_contents
 from formats.storage import Reader
 from formats.strict_json import decode_object
-from sharding.errors import listed
+from sharding.errors import format_names
 from sharding.layout import Box, Piece
 
 BASES = ("model", "pytorch_model", "diffusion_pytorch_model", "adapter_model")
@@ -77,7 +77,7 @@ class Chosen:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def named(cls, name: str) -> Chosen:
+    def from_name(cls, name: str) -> Chosen:
         """Returns the choice of one file, a whole file or an index."""
         return cls(name, ()) if name.endswith(INDEX) else cls(None, (name,))
 
@@ -96,14 +96,14 @@ def choose(names: Iterable[str], ending: str) -> Chosen | None:
     for base in BASES:
         for name in (base + ending, base + ending + INDEX):
             if name in present:
-                return Chosen.named(name)
-    shards, others = _divided(present, ending)
+                return Chosen.from_name(name)
+    shards, others = _split_shards(present, ending)
     whole = {name for name in others if name.endswith(ending)}
     indexes = others - whole - {name + INDEX for name in whole}
     if len(indexes) > 1 or (indexes and whole):
         raise _several(sorted(indexes | whole))
     if indexes:
-        return Chosen.named(min(indexes))
+        return Chosen.from_name(min(indexes))
     firsts = {min(found.values()) for found in shards.values()}
     if len(firsts) + bool(whole) > 1:
         raise _several(sorted(whole | firsts))
@@ -156,7 +156,7 @@ def read_weight_map(
     if missing:
         raise CorruptError(
             f"{chosen.index}: {len(missing)} of its {len(files)} files are missing: "
-            f"{listed(missing, 5)}; copy them from the origin of the folder"
+            f"{format_names(missing, 5)}; copy them from the origin of the folder"
         )
     return weight_map, tuple(files)
 
@@ -170,7 +170,7 @@ def check_in_their_files(
     if lost:
         raise CorruptError(
             f"{index}: {len(lost)} tensors are not in the file that the index names: "
-            + listed([f"{name} in {weight_map[name]}" for name in lost], 5)
+            + format_names([f"{name} in {weight_map[name]}" for name in lost], 5)
         )
 
 
@@ -191,7 +191,7 @@ _Shards = dict[tuple[str, int], dict[int, str]]
 """The names of shards by number; by their base name and count."""
 
 
-def _divided(names: Iterable[str], ending: str) -> tuple[_Shards, set[str]]:
+def _split_shards(names: Iterable[str], ending: str) -> tuple[_Shards, set[str]]:
     """Returns the numbered shards, and the other names."""
     numbered = re.compile(rf"(.+)-([0-9]{{5,9}})-of-([0-9]{{5,9}}){re.escape(ending)}")
     shards: _Shards = {}
@@ -270,7 +270,7 @@ def read(reader: Reader, name: str | None = None, present: Sequence[str] | None 
     present = reader.names() if present is None else present
     if name is None and any(map(SHARD.fullmatch, present)):
         return read_dcp_shards(reader)
-    chosen = Chosen.named(name) if name is not None else choose(present, _WHOLE)
+    chosen = Chosen.from_name(name) if name is not None else choose(present, _WHOLE)
     if chosen is None:
         raise FileNotFoundError(f"{reader.url}: no *.safetensors or *{_INDEX} in this folder")
     weight_map, files = read_weight_map(reader, chosen, present)
@@ -377,7 +377,7 @@ def with_modules(reader: Reader, catalog: Catalog) -> Catalog:
         kind = folder_format(reader.entries(folder))
         if kind is not None:
             parts.append(Part((folder,), below(reader, folder, kind.read)))
-    found = joined(catalog.format, parts, metadata=catalog.metadata)
+    found = join_catalogs(catalog.format, parts, metadata=catalog.metadata)
     read = {f"{part.place[0]}/" for part in parts[1:]}
     return replace(
         found, notes=catalog.notes, unread=tuple(n for n in catalog.unread if n not in read)
@@ -475,7 +475,7 @@ def read_bin(reader: Reader, present: Sequence[str] | None = None) -> Catalog:
     names = {each.files[0].name: (*each.tensors, *each.aliases) for each in catalogs}
     check_in_their_files(weight_map, names, chosen.index)
     _check_apart(catalogs, chosen.index)
-    found = joined("huggingface", [Part((), catalog) for catalog in catalogs], index)
+    found = join_catalogs("huggingface", [Part((), catalog) for catalog in catalogs], index)
     return replace(found, notes=chosen.notes, unread=unread_files(there, names))
 
 

@@ -190,7 +190,7 @@ class Clock:
         """Ends the stage and the call; `error` is the class of the error that ended both."""
         if self._observed:
             self._close(error)
-            _tell(self._whole.closed(error))
+            _tell(self._whole.close(error))
 
     def _open(self) -> Iterator[_Open]:
         yield self._whole
@@ -200,11 +200,11 @@ class Clock:
     def _close(self, error: str) -> None:
         stage, self._stage = self._stage, None
         if stage is not None:
-            _tell(stage.closed(error))
+            _tell(stage.close(error))
 
 
 @contextmanager
-def timed(call: str, rank: int = 0, world_size: int = 1) -> Iterator[Clock]:
+def time_call(call: str, rank: int = 0, world_size: int = 1) -> Iterator[Clock]:
     """Yields the clock of a call, which ends with the block."""
     clock, error = Clock(call, rank, world_size), ""
     try:
@@ -229,7 +229,7 @@ class _Open:
         call, _, rank, world_size = self._names
         return _Open(call, stage, rank, world_size)
 
-    def closed(self, error: str) -> Event:
+    def close(self, error: str) -> Event:
         seconds = time.perf_counter() - self._since
         counts = self.waited, self.nbytes, error, _rereads - self._rereads
         return Event(*self._names, self._began, seconds, *counts, requests_since(self._requests))

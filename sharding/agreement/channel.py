@@ -63,7 +63,7 @@ from struct import Struct
 from threading import Lock, RLock
 from time import monotonic
 
-from sharding.errors import said
+from sharding.errors import describe_error
 
 READ_BYTES = 1 << 16
 """The most bytes of one `recv`."""
@@ -121,7 +121,7 @@ class Failure:
     @classmethod
     def of(cls, stage: str, rank: int, error: BaseException) -> Failure:
         """Returns an exception of this rank as the others see it."""
-        text = said(error)
+        text = describe_error(error)
         if (left := len(text) - MOST_TEXT_CHARS) > 0:
             text = f"{text[:MOST_TEXT_CHARS]} ... and {left:,} characters more"
         return cls(stage, rank, type(error).__name__, text)
@@ -145,7 +145,7 @@ class Message:
     failure: Failure | None = None
     data: bytes = b""
 
-    def packed(self) -> bytes:
+    def pack(self) -> bytes:
         """Returns the message as bytes."""
         failure = None if self.failure is None else astuple(self.failure)
         values = (self.call, self.op, self.name, self.stage, float(self.seconds), failure)
@@ -153,7 +153,7 @@ class Message:
         return b"".join((_LENGTHS.pack(len(head), len(self.data)), head, self.data))
 
     @classmethod
-    def unpacked(cls, head: bytes, data: bytes) -> Message:
+    def unpack(cls, head: bytes, data: bytes) -> Message:
         """Returns the message from its JSON and the bytes behind it.
 
         Raises ValueError, TypeError or RecursionError if this is no message.
@@ -275,7 +275,7 @@ class Link:
                 break
             at = begin + head + body
             try:
-                found.append(Message.unpacked(data[begin : begin + head], data[begin + head : at]))
+                found.append(Message.unpack(data[begin : begin + head], data[begin + head : at]))
             except (ValueError, TypeError, RecursionError):  # the sender is not a rank
                 self.is_lost = True
                 break

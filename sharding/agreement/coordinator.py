@@ -34,7 +34,7 @@ from sharding.agreement.channel import (
     flush,
     rank_of,
 )
-from sharding.agreement.participant import ConnectedChannel, ended, late
+from sharding.agreement.participant import ConnectedChannel, late, process_failure
 from sharding.agreement.rendezvous import BACKLOG, Rendezvous
 from sharding.errors import TransferError
 
@@ -80,7 +80,7 @@ class Coordinator(ConnectedChannel):
         """Whether all ranks have connected."""
         return len(self._links) == self.world_size - 1
 
-    def _connected(self, call: Call) -> Failure | None:
+    def _connect(self, call: Call) -> Failure | None:
         if self._is_complete:
             return None
         # An interrupt may have ended an earlier call between any two of these steps.
@@ -151,7 +151,7 @@ class Coordinator(ConnectedChannel):
         self._send(Message(Kind.CALLED, call.number), 0.0)
 
     def _leave(self, call: Call, failure: Failure) -> None:
-        self._connected(call)  # an interrupt may have come first; others look for this rank
+        self._connect(call)  # an interrupt may have come first; others look for this rank
         self._news(0)
         self._tell(call, failure)
 
@@ -169,7 +169,7 @@ class Coordinator(ConnectedChannel):
                 self._listener.close()
                 self._listener, self._is_full = None, False
             self._rendezvous.leave_failure(self._number, failure)
-            self._connected(call)
+            self._connect(call)
             # A rank that is there has connected by now: the second look reads its greeting.
             # Strangers may go on to come and go.
             for _ in range(MOST_STRANGERS):
@@ -185,7 +185,7 @@ class Coordinator(ConnectedChannel):
         return before != (len(self._links), len(self._strangers))
 
     def _send(self, message: Message, seconds: float) -> None:
-        packed = message.packed()
+        packed = message.pack()
         links = tuple(self._links.values())
         for link in links:
             link.send(packed)
@@ -213,7 +213,7 @@ class Coordinator(ConnectedChannel):
             if (found.op, found.name, found.stage) != (mine.op, mine.name, mine.stage):
                 return _out_of_step(rank, found, mine)
             return found
-        return ended(mine.stage, rank) if link.is_lost else None
+        return process_failure(mine.stage, rank) if link.is_lost else None
 
     def _news(self, seconds: float) -> list[int]:
         """Returns the ranks from which bytes arrive within so many seconds."""
@@ -224,7 +224,7 @@ class Coordinator(ConnectedChannel):
         for stranger, until in tuple(self._strangers.items()):
             # An interrupt may have come before a rank was let in.
             if until <= now or stranger.greeting is not None:
-                ranks += self._looked_at(stranger)
+                ranks += self._greet(stranger)
         if ranks:
             seconds = 0.0
         elif self._strangers:
@@ -232,14 +232,14 @@ class Coordinator(ConnectedChannel):
         for key, _ in self._selector.select(min(seconds, MOST_SECONDS)):
             link = key.fileobj
             if not isinstance(link, Link):
-                ranks += self._accepted()
+                ranks += self._accept()
             elif key.data:
                 link.receive()
                 ranks.append(key.data)
                 if link.is_lost:
                     self._selector.unregister(link)
             elif link in self._strangers:  # none has taken its place since
-                ranks += self._looked_at(link)
+                ranks += self._greet(link)
         return ranks
 
     @property
@@ -247,7 +247,7 @@ class Coordinator(ConnectedChannel):
         """The most connections that wait for `accept`."""
         return max(BACKLOG, self.world_size) + 1
 
-    def _accepted(self) -> list[int]:
+    def _accept(self) -> list[int]:
         """Accepts the connections that wait, and returns the ranks among them."""
         ranks: list[int] = []
         self._is_full = False
@@ -264,22 +264,22 @@ class Coordinator(ConnectedChannel):
                 if oldest is None:
                     self._is_full = True
                     break
-                ranks += self._looked_at(oldest, is_last=True)
+                ranks += self._greet(oldest, is_last=True)
                 continue
             self._selector.register(link, selectors.EVENT_READ, 0)
             self._strangers[link] = monotonic() + GREETING_SECONDS
-            ranks += self._looked_at(link)
+            ranks += self._greet(link)
             if self._is_complete:
                 break
             most = self.world_size - 1 - len(self._links) + MOST_STRANGERS
             if len(self._strangers) > most and (oldest := self._oldest_stranger()) is not None:
-                ranks += self._looked_at(oldest, is_last=True)
+                ranks += self._greet(oldest, is_last=True)
         return ranks
 
     def _oldest_stranger(self) -> Link | None:
         return next((link for link in self._strangers if link.is_stranger), None)
 
-    def _looked_at(self, link: Link, is_last: bool = False) -> list[int]:
+    def _greet(self, link: Link, is_last: bool = False) -> list[int]:
         """Returns the rank that a stranger is; none without its greeting.
 
         Closes a stranger that is no missing rank, is late, or has its last look.

@@ -51,10 +51,10 @@ class ConnectedChannel(Channel):
                 "it, or the process group has ended; save and load in the rank itself"
             )
             return Failure(call.stage, self.rank, "RuntimeError", said)
-        return self._connected(call)
+        return self._connect(call)
 
     @abstractmethod
-    def _connected(self, call: Call) -> Failure | None:
+    def _connect(self, call: Call) -> Failure | None:
         """Connects, or gets ready for connections; returns the failure, if any."""
 
     @abstractmethod
@@ -66,7 +66,7 @@ class ConnectedChannel(Channel):
         self.close()
 
 
-def ended(stage: str, rank: int) -> Failure:
+def process_failure(stage: str, rank: int) -> Failure:
     """Returns the failure of a rank whose process has ended."""
     return Failure(stage, rank, ENDED, "its process has ended, or has left the process group")
 
@@ -112,7 +112,7 @@ class Participant(ConnectedChannel):
             self._link.close()
         self._is_closed = True
 
-    def _connected(self, call: Call) -> Failure | None:
+    def _connect(self, call: Call) -> Failure | None:
         if self._link is not None:
             if not self._link.has_heard:  # rank 0 may be interrupted as it lets this rank in
                 self._link.receive()
@@ -123,34 +123,34 @@ class Participant(ConnectedChannel):
             waiting = WaitWarning(call, self.rank)
             self._link = self._rendezvous.connect(self.rank, call.seconds + ANSWER_SECONDS, waiting)
             self._link.flush()
-            return self._left(call)
+            return self._find_earlier_failure(call)
         except (OSError, RuntimeError) as error:
             return Failure.of(call.stage, 0, error)
 
-    def _left(self, call: Call) -> Failure | None:
+    def _find_earlier_failure(self, call: Call) -> Failure | None:
         """Returns the failure that has ended the call before rank 0 let this rank in."""
-        left = self._rendezvous.left()
+        left = self._rendezvous.last_ended()
         if left is None or left[0] < call.number:
             return None
         self._number = left[0]
         return left[1]
 
-    def _connected_again(self, call: Call, until: float) -> Link | Failure:
+    def _reconnect(self, call: Call, until: float) -> Link | Failure:
         """Returns a connection in the place of one that rank 0 has closed unheard."""
         try:
             link = self._rendezvous.connect_again(self.rank, until)
             if link is not None:
                 self._link = link
                 link.flush()
-            return self._left(call) or link or ended(call.stage, 0)
+            return self._find_earlier_failure(call) or link or process_failure(call.stage, 0)
         except (OSError, RuntimeError):  # the store is lost, with rank 0 perhaps
-            return ended(call.stage, 0)
+            return process_failure(call.stage, 0)
 
     def _exchange(self, call: Call, mine: Message, join: Join) -> bytes | Failure:
         link = self._link
         if link is None:
-            return ended(mine.stage, 0)
-        link.send(mine.packed())
+            return process_failure(mine.stage, 0)
+        link.send(mine.pack())
         timeout = call.seconds + ANSWER_SECONDS
         until = monotonic() + timeout
         waiting, tries = WaitWarning(call, self.rank), 0
@@ -170,13 +170,13 @@ class Participant(ConnectedChannel):
             if link.is_lost:
                 tries += 1
                 if link.has_heard or tries > MOST_TRIES:
-                    return ended(mine.stage, 0)
+                    return process_failure(mine.stage, 0)
                 link.close()
-                again = self._connected_again(call, until)
+                again = self._reconnect(call, until)
                 if isinstance(again, Failure):
                     return again
                 link = again
-                link.send(mine.packed())
+                link.send(mine.pack())
                 continue
             if (left := until - monotonic()) <= 0:
                 failure = late(mine.stage, [0], timeout)
@@ -196,11 +196,11 @@ class Participant(ConnectedChannel):
 
     def _say_called(self, call: Call) -> None:
         if self._link is not None:
-            self._link.send(Message(Kind.CALLED, call.number).packed())
+            self._link.send(Message(Kind.CALLED, call.number).pack())
 
     def _leave(self, call: Call, failure: Failure) -> None:
         # An interrupt came before this rank found rank 0, or rank 0 has closed a stranger.
         if self._link is None or not self._link.has_heard:
-            self._connected(replace(call, seconds=0.0))
+            self._connect(replace(call, seconds=0.0))
         if self._link is not None:
-            self._link.send(Message(Kind.LEFT, call.number, failure=failure).packed())
+            self._link.send(Message(Kind.LEFT, call.number, failure=failure).pack())

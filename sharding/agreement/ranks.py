@@ -21,7 +21,7 @@ from struct import Struct
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-from sharding.agreement.call_events import Clock, timed
+from sharding.agreement.call_events import Clock, time_call
 from sharding.agreement.channel import (
     TIMEOUT_SECONDS,
     Call,
@@ -147,7 +147,7 @@ class Ranks:
         before = self._clock
         try:
             with (
-                timed(name, self.rank, self.world_size)
+                time_call(name, self.rank, self.world_size)
                 if clock is None
                 else nullcontext(clock) as self._clock,
                 self._call(name, None if then is None else then._continuation),
@@ -259,7 +259,7 @@ class Ranks:
         """Returns the bytewise minimum of all ranks' byte strings, which are equally long."""
         return self._exchange("comparing names", flags, _minimum) if flags else flags
 
-    def joined(self, stage: str, record: bytes, join: Join) -> bytes:
+    def merge_records(self, stage: str, record: bytes, join: Join) -> bytes:
         """Returns the answer on every rank: rank 0 makes it from all records by `join`."""
         return self._exchange(stage, record, join)
 
@@ -406,13 +406,11 @@ def _channel(group: ProcessGroup | None, rank: int, purpose: str) -> Channel:
                 "backend mpi: make the group with gloo or nccl, which mpirun can start too"
             )
         else:
-            found[purpose] = _connected_channel(
-                PrefixStore("ckpt", store), rank, world_size, purpose
-            )
+            found[purpose] = _make_channel(PrefixStore("ckpt", store), rank, world_size, purpose)
     return found[purpose]
 
 
-def _connected_channel(store: Store, rank: int, world_size: int, purpose: str) -> Channel:
+def _make_channel(store: Store, rank: int, world_size: int, purpose: str) -> Channel:
     """Returns this rank's end of the connections.
 
     The store object is not the group's own, which is freed when the group is destroyed

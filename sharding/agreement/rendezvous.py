@@ -117,10 +117,10 @@ class Rendezvous:
             place = self._place(until, waiting)
             if place is None:
                 raise TimeoutError(f"it has not come within {seconds:g} s")
-            found, why = self._reached(place, until)
+            found, why = self._reach(place, until)
             if found is not None:
                 self.secret = place.secret
-                return _greeted(found, place.secret, rank)
+                return _greet(found, place.secret, rank)
             timeout = seconds if place.at < _began() else REFUSED_SECONDS
             if monotonic() > min(until, refused.setdefault(place.secret, monotonic()) + timeout):
                 is_elsewhere = place.hosts == [LOOPBACK] and place.machine != _machine()
@@ -144,15 +144,15 @@ class Rendezvous:
         place = _place_of(self._store.get(PLACE)) if self._store.check([PLACE]) else None
         if place is None or place.secret != self.secret:
             return None
-        found, _ = self._reached(place, until)
-        return None if found is None else _greeted(found, place.secret, rank)
+        found, _ = self._reach(place, until)
+        return None if found is None else _greet(found, place.secret, rank)
 
     def leave_failure(self, call: int, failure: Failure) -> None:
         """On rank 0: tells each rank that connects from now on that this call is over."""
         with suppress(RuntimeError):  # the store is lost: the other ranks notice it themselves
             self._store.set(self._left, json.dumps([call, asdict(failure)]))
 
-    def left(self) -> tuple[int, Failure] | None:
+    def last_ended(self) -> tuple[int, Failure] | None:
         """On the others: returns the last call that ended before they connected, and why."""
         if not self._store.check([self._left]):
             return None
@@ -194,7 +194,7 @@ class Rendezvous:
             return True
         return bool(self._store.check([PLACE]))
 
-    def _reached(self, place: _Place, until: float) -> tuple[socket.socket | None, str]:
+    def _reach(self, place: _Place, until: float) -> tuple[socket.socket | None, str]:
         said = []
         for host in self._hosts(place):
             try:
@@ -230,7 +230,7 @@ def _place_of(stored: bytes) -> _Place:
     return found
 
 
-def _greeted(connected: socket.socket, secret: str, rank: int) -> Link:
+def _greet(connected: socket.socket, secret: str, rank: int) -> Link:
     """Returns the link of a rank, with its greeting to flush."""
     link = Link(connected)
     link.add(greeting(secret, rank))

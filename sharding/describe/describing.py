@@ -87,7 +87,7 @@ def describe_module(module: nn.Module) -> dict[str, object]:
     has_torch_fsdp = torch_fsdp.is_in(module)
     members = {id(m.parameter): m for m in _flat_members(module, has_torch_fsdp)}
     unread = PartsUnread(module, members.values())
-    with _local_state_dicts(module, has_torch_fsdp), unread.guarded():
+    with _local_state_dicts(module, has_torch_fsdp), unread.guard():
         state = module.state_dict(keep_vars=True)
     for path, value in state.items() if members else ():
         if isinstance(value, torch.Tensor) and id(value) not in members and unread.has(value):
@@ -184,7 +184,7 @@ def load_rest(
     members = list(flat_members(module))
     has_parts = len(rest) < len(state) or any(not m.is_original for m in members)
     unread = PartsUnread(module, members)
-    with _local_state_dicts(module, torch_fsdp.is_in(module)), unread.guarded():
+    with _local_state_dicts(module, torch_fsdp.is_in(module)), unread.guard():
         # Without versions, each module would take the state for one of before its first version.
         keys = module.state_dict()
         metadata = getattr(keys, "_metadata", None)
@@ -209,7 +209,7 @@ def state_dict_keys(module: nn.Module) -> dict[str, str]:
     Raises ShardingError if two keys get one name.
     """
     unread = PartsUnread(module, flat_members(module))
-    with _local_state_dicts(module, torch_fsdp.is_in(module)), unread.guarded():
+    with _local_state_dicts(module, torch_fsdp.is_in(module)), unread.guard():
         return _names_of(module, module.state_dict(), CleanNames(module))
 
 

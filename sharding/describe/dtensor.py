@@ -121,7 +121,7 @@ def describe(tensor: torch.Tensor, name: str, world: Mesh) -> tuple[torch.Tensor
     ((2, 3), 'world:4=R')
     """
     if type(tensor) in ORDINARY or not _is_dtensor(tensor):
-        return tensor.detach(), replicated(tensor.shape, world)
+        return tensor.detach(), get_replicated(tensor.shape, world)
     known = _of_spec(tensor, name)
     local = tensor._local_tensor
     if type(local) is not torch.Tensor:
@@ -141,13 +141,13 @@ def describe(tensor: torch.Tensor, name: str, world: Mesh) -> tuple[torch.Tensor
             )
         raise LocalShapeError(
             f"{name}: rank {known.rank} has a local tensor of shape {tuple(local.shape)}, but "
-            f"{tuple(tensor.placements)} over {_shown(tensor.device_mesh)} give it "
+            f"{tuple(tensor.placements)} over {_format_mesh(tensor.device_mesh)} give it "
             f"{known.local_shape} of {known.layout.shape}; {advice}"
         )
     return local.detach(), known.layout
 
 
-def described_before(tensor: Any) -> tuple[torch.Tensor, Layout] | None:
+def describe_known(tensor: Any) -> tuple[torch.Tensor, Layout] | None:
     """Returns the result of `describe` for a DTensor with a known spec; None for other tensors.
 
     Only for torch's own class with a plain local tensor of the right shape. Keeps no weak reference
@@ -197,7 +197,7 @@ def _of_spec(tensor: DTensor, name: str) -> _Known:
     return known
 
 
-def cut(whole: torch.Tensor, spec: DTensorSpec) -> DTensor:
+def take_local(whole: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """Returns this rank's part of a tensor that all ranks have, without communication.
 
     The parts are those that `full_tensor()` gathers; see [Note: order of ranks].
@@ -225,7 +225,8 @@ def check_gathers(device_mesh: DeviceMesh, *orders: Sequence[int]) -> None:
             mesh_of(device_mesh, cuts)
         except UnknownPlacementError as error:
             raise ArgumentError(
-                f"{_shown(device_mesh)} has ranks in an order in which collectives mix different "
+                f"{_format_mesh(device_mesh)} has ranks in an order in which collectives "
+                "mix different "
                 "parts of a tensor, because each process group sorts its ranks; make a mesh whose "
                 "ranks ascend along each axis"
             ) from error
@@ -247,18 +248,18 @@ def _is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def replicated(shape: torch.Size, world: Mesh) -> Layout:
+def get_replicated(shape: torch.Size, world: Mesh) -> Layout:
     """Returns the layout of a tensor that all ranks of `world` have: always the same object."""
     layout = _replicas.get((id(world), shape))
     if layout is None:
         if len(_replicas) >= MAX_KNOWN:
             _replicas.clear()
-        layout = _known_layout(tuple(shape), world, _REPLICATED)
+        layout = _get_layout(tuple(shape), world, _REPLICATED)
         _replicas[id(world), shape] = layout
     return layout
 
 
-def _known_layout(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> Layout:
+def _get_layout(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> Layout:
     """Returns the layout of these parts: always the same object."""
     key = id(mesh), shape, placements
     layout = _known.get(key)
@@ -273,16 +274,16 @@ def _layout(tensor: DTensor | DTensorSpec, name: str) -> Layout:
     """Returns the layout for a DTensor's mesh and placements."""
     shape = tuple(tensor.shape)
     placements = tuple(_placement(p, shape, name) for p in tensor.placements)
-    mesh = _sorted_mesh(tensor.device_mesh, placements)
-    last = _cut_last(shape, mesh, placements)
+    mesh = _sort_mesh(tensor.device_mesh, placements)
+    last = _find_strided(shape, mesh, placements)
     if not last:
-        return _known_layout(shape, mesh, placements)
+        return _get_layout(shape, mesh, placements)
     order = [axis for axis in range(len(placements)) if axis not in last] + sorted(last)
     plain = tuple(last.get(axis, placements[axis]) for axis in order)
     return Layout(shape, mesh.transposed(order), plain)
 
 
-def _sorted_mesh(device_mesh: DeviceMesh, placements: Sequence[Placement]) -> Mesh:
+def _sort_mesh(device_mesh: DeviceMesh, placements: Sequence[Placement]) -> Mesh:
     """Returns the ranks in the order of a DTensor's chunks; see [Note: order of ranks]."""
     cut = [axis for axis, placement in enumerate(placements) if placement != Replicate()]
     if any(isinstance(placement, StridedShard) for placement in placements):
@@ -308,7 +309,7 @@ def mesh_of(device_mesh: DeviceMesh, cut: Sequence[int] = ()) -> Mesh:
     mesh = known.by_axes[axes]
     if mesh is None:
         raise UnknownPlacementError(
-            f"{_shown(device_mesh)} cuts tensors along its axes {axes}, and each "
+            f"{_format_mesh(device_mesh)} cuts tensors along its axes {axes}, and each "
             "process group sorts its ranks: with these ranks the parts of one rank do not fit "
             "together, nor does full_tensor(); make a mesh whose ranks ascend along each axis"
         )
@@ -351,12 +352,13 @@ def _check_order(device_mesh: DeviceMesh, axis: int, ranks: list[int]) -> None:
     line = device_mesh.mesh[tuple(index)].tolist()
     if line != ranks:
         raise UnknownPlacementError(
-            f"axis {axis} of {_shown(device_mesh)} has the ranks {line!s:.80}, and its process "
+            f"axis {axis} of {_format_mesh(device_mesh)} has the ranks {line!s:.80}, and "
+            "its process "
             f"group has them in the order {ranks!s:.80}; make the mesh in the group's order"
         )
 
 
-def _shown(device_mesh: DeviceMesh) -> str:
+def _format_mesh(device_mesh: DeviceMesh) -> str:
     return f"the mesh {device_mesh.mesh.tolist()!s:.200}"
 
 
@@ -384,7 +386,7 @@ def _placement(placement: TorchPlacement, shape: tuple[int, ...], name: str) -> 
     )
 
 
-def _cut_last(
+def _find_strided(
     shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]
 ) -> dict[int, Shard]:
     """Returns the strided axes whose `split` means the shards to their right, if the order matters.
@@ -504,7 +506,7 @@ def describe_sharded_tensor(tensor: ShardedTensor, name: str) -> tuple[torch.Ten
     Raises UnknownPlacementError for another cut than the two above, and LocalShapeError if the
     shard differs from the cut's shard of this rank.
     """
-    layout = _sharded_layout(tensor, name)
+    layout = _layout_of_sharded(tensor, name)
     rank = dist.get_rank()
     shape = layout.local_shape(rank)
     if isinstance(layout.placements[0], FlatShard):
@@ -524,13 +526,13 @@ def describe_sharded_tensor(tensor: ShardedTensor, name: str) -> tuple[torch.Ten
 def has_layout(tensor: ShardedTensor) -> bool:
     """Whether `describe_sharded_tensor` knows the cut of a ShardedTensor; equal on all ranks."""
     try:
-        _sharded_layout(tensor, "")
+        _layout_of_sharded(tensor, "")
     except UnknownPlacementError:
         return False
     return True
 
 
-def _sharded_layout(tensor: ShardedTensor, name: str) -> Layout:
+def _layout_of_sharded(tensor: ShardedTensor, name: str) -> Layout:
     """Returns a ShardedTensor's layout. Raises as `describe_sharded_tensor` does."""
     ranks = dist.get_process_group_ranks(tensor._process_group)
     shape = tuple(tensor.size())

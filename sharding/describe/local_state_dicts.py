@@ -60,7 +60,7 @@ def record_of(param_group: FlatParamGroup, names: list[tuple[str, ...]]) -> Reco
         "offsets": tuple(slot.at for slot in slots),
         "numel": sum(slot.numel for slot in slots),
         "shard_numel": packing.shard_numel,
-        "layouts": tuple(_written(part.layout) for part in slices_of(param_group)),
+        "layouts": tuple(_to_record(part.layout) for part in slices_of(param_group)),
         "sharing": tuple(param_group.groups.shard.ranks),
         "replicating": tuple(param_group.groups.replicate.ranks),
         "rank": dist.get_rank(),
@@ -78,7 +78,7 @@ def record_of_layouts(names: list[tuple[str, ...]], layouts: list[Layout]) -> Re
         "offsets": (0,) * len(layouts),
         "numel": sum(layout.numel for layout in layouts),
         "shard_numel": 0,
-        "layouts": tuple(map(_written, layouts)),
+        "layouts": tuple(map(_to_record, layouts)),
         "sharing": (rank,),
         "replicating": (rank,),
         "rank": rank,
@@ -255,7 +255,7 @@ _PLACEMENTS = {
 }
 
 
-def _written(layout: Layout) -> Record:
+def _to_record(layout: Layout) -> Record:
     """Returns a layout as numbers, strings and tuples."""
     placements = []
     for placement in layout.placements:

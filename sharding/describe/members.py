@@ -98,17 +98,17 @@ def clean_name(name: str) -> str:
     return name
 
 
-def wrapped_child(module: nn.Module) -> str | None:
+def child_of_wrapper(module: nn.Module) -> str | None:
     """Returns the attribute of a wrapper for the module that it wraps; None for another module.
 
-    >>> wrapped_child(nn.DataParallel(nn.Linear(2, 2))), wrapped_child(nn.Linear(2, 2))
+    >>> child_of_wrapper(nn.DataParallel(nn.Linear(2, 2))), child_of_wrapper(nn.Linear(2, 2))
     ('module', None)
     """
-    return _wrapped_child(type(module))  # type: ignore[arg-type]
+    return _child_of_class(type(module))  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=1024)
-def _wrapped_child(kind: type[nn.Module]) -> str | None:
+def _child_of_class(kind: type[nn.Module]) -> str | None:
     names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
     return next((WRAPPED[name] for name in names if name in WRAPPED), None)
 
@@ -125,7 +125,7 @@ class CleanNames:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.has_wrappers = any(map(wrapped_child, module.modules()))
+        self.has_wrappers = any(map(child_of_wrapper, module.modules()))
         self._known: dict[str, tuple[str, nn.Module | None]] = {"": ("", module)}
         """The names and modules by their paths; None where a path leads to no module."""
 
@@ -147,10 +147,10 @@ class CleanNames:
         if found is None:
             above, _, child = path.rpartition(".")
             prefix, owner = self._at(above)
-            wrapped = None if owner is None else wrapped_child(owner)
+            wrapped = None if owner is None else child_of_wrapper(owner)
             while owner is not None and wrapped is not None and child not in owner._modules:
                 owner = owner._modules[wrapped]  # the hooks of a wrapper take its part off keys
-                wrapped = None if owner is None else wrapped_child(owner)
+                wrapped = None if owner is None else child_of_wrapper(owner)
             has_child = owner is not None and child in owner._modules
             below = owner._modules[child] if owner is not None and has_child else None
             found = self._known[path] = (
@@ -223,7 +223,7 @@ class PartsUnread:
                 self._storages[storage._cdata] = storage
 
     @contextmanager
-    def guarded(self) -> Iterator[None]:
+    def guard(self) -> Iterator[None]:
         """Reads in the block raise ShardingError."""
         if not self._is_flat:
             yield

@@ -40,7 +40,7 @@ def flat_members(module: nn.Module) -> Iterator[FlatMember]:
     for param_group in param_groups:
         names = [next(every) for _ in param_group.parameters]
         param_group.reshard()
-        seen = param_group.registered()
+        seen = param_group.module_parameters()
         if _is_as_it_was(param_group):
             continue
         # A tied parameter may be in the module, and others of its parameter group may be outside.
@@ -114,7 +114,7 @@ def slices_of(param_group: FlatParamGroup) -> list[FlatSlice]:
     groups = param_group.groups
     axes = {"replicate": groups.replicate.ranks, "shard": groups.shard.ranks}
     grids = Grids(axes["shard"][groups.shard.rank], axes, groups.grid)
-    for index, before in enumerate(_divided_before(param_group)):
+    for index, before in enumerate(_iter_parallel_layouts(param_group)):
         begin, lo, hi = param_group.piece(index)
         slot = param_group.packing.slots[index]
         divided = param_group.is_divided and slot.numel
@@ -124,7 +124,7 @@ def slices_of(param_group: FlatParamGroup) -> list[FlatSlice]:
     return found
 
 
-def _divided_before(param_group: FlatParamGroup) -> Iterator[Layout | None]:
+def _iter_parallel_layouts(param_group: FlatParamGroup) -> Iterator[Layout | None]:
     """Yields, by parameter, its layout under tensor parallelism; None without tensor parallelism.
 
     Raises UnknownPlacementError if it divides a parameter unevenly: the flat parameters of its

@@ -114,7 +114,7 @@ def buffer_dtypes(module: nn.Module) -> dict[str, torch.dtype]:
     return found
 
 
-def named_parts(module: nn.Module, state: Mapping[str, object]) -> dict[str, object]:
+def parts_by_name(module: nn.Module, state: Mapping[str, object]) -> dict[str, object]:
     """Returns a local state dict of this module by parameter names. Does not communicate.
 
     `LocalPart`s replace every flat parameter, a ShardedTensor or this rank's shard with or without
@@ -294,7 +294,7 @@ def slices_of(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> Iterat
         _check_order(flat, index)
         divided = handle.uses_sharded_strategy and end > begin
         cut = FlatShard(begin, stride) if divided else None
-        layout = grids.layout(tuple(flat._shapes[index]), _divided_before(flat, index), cut)
+        layout = grids.layout(tuple(flat._shapes[index]), _parallel_layout(flat, index), cut)
         lo, hi = (min(max(at - first, 0), stride) for at in (begin, end))
         yield FlatSlice(lo, hi, layout, (id(flat), index))
 
@@ -321,7 +321,7 @@ def _check_order(flat: FlatParameter, index: int) -> None:
         )
 
 
-def _divided_before(flat: FlatParameter, index: int) -> Layout | None:
+def _parallel_layout(flat: FlatParameter, index: int) -> Layout | None:
     """Returns a parameter's layout under tensor parallelism; None without tensor parallelism."""
     spec = flat._param_extensions[index]
     if spec is None:

@@ -29,7 +29,7 @@ from sharding.engine.parameter import (
 )
 from sharding.engine.reduction import AllGather
 from sharding.engine.transport import PendingAllGather
-from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError, listed
+from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError, format_names
 from sharding.group_references import release_with_groups
 from sharding.policies import MixedPrecisionPolicy
 from sharding.torch_versions import side_by_side
@@ -92,7 +92,7 @@ class MeshGroups:
         return DTensorSpec(mesh, (*replicated, *placements), tensor_meta=meta)
 
 
-def stored(parameter: Parameter) -> torch.Tensor:
+def storage_of(parameter: Parameter) -> torch.Tensor:
     """Returns this rank's shard: the very tensor in the sharded parameter."""
     tensor: torch.Tensor = parameter.sharded._local_tensor  # type: ignore[attr-defined]
     return tensor
@@ -119,14 +119,14 @@ class ChunkParamGroup(ParamGroup):
     @property
     def stored_dtype(self) -> torch.dtype:
         """The dtype of the shards."""
-        return stored(self.parameters[0]).dtype
+        return storage_of(self.parameters[0]).dtype
 
     @property
     def device(self) -> torch.device:
         """The device of the unsharded parameters. Raises RuntimeError for the meta device."""
-        device = stored(self.parameters[0]).device
+        device = storage_of(self.parameters[0]).device
         if device.type == "meta":
-            names = listed([parameter.name for parameter in self.parameters], 3)
+            names = format_names([parameter.name for parameter in self.parameters], 3)
             raise MisuseError(
                 f"parameters are on the meta device ({names}); materialize them with "
                 "module.to_empty(device=...) and initialize or load them before the first forward"
@@ -155,8 +155,8 @@ class ChunkParamGroup(ParamGroup):
                 continue
             if not _fits(current, parameter.sharded):
                 raise ArgumentTypeError(
-                    f"{parameter.name}, which fully_shard made {_described(parameter.sharded)}, "
-                    f"was replaced by {_described(current)}; replace it by a DTensor with its mesh "
+                    f"{parameter.name}, which fully_shard made {_describe(parameter.sharded)}, "
+                    f"was replaced by {_describe(current)}; replace it by a DTensor with its mesh "
                     "and placements, or copy_ into it"
                 )
             parameter.sharded = current
@@ -210,7 +210,7 @@ class ChunkParamGroup(ParamGroup):
     def _outgoing(self, dtype: torch.dtype) -> list[torch.Tensor]:
         flat, device, stored_dtype = [], self.device, self.stored_dtype
         for parameter in self.parameters:
-            local = stored(parameter).detach()
+            local = storage_of(parameter).detach()
             if local.dtype != stored_dtype and self.precision.param_dtype is None:
                 raise MisuseError(
                     f"{parameter.name} has become {local.dtype}, and {self.parameters[0].name} of "
@@ -232,14 +232,14 @@ class ChunkParamGroup(ParamGroup):
 
     def _as_shard(self, parameter: Parameter, flat: torch.Tensor) -> torch.Tensor:
         """Returns a reduced gradient, flat with rows first, in the shape of the shard."""
-        shape = stored(parameter).shape
+        shape = storage_of(parameter).shape
         if not parameter.dim:
             return flat.view(shape)
         moved = (shape[parameter.dim], *shape[: parameter.dim], *shape[parameter.dim + 1 :])
         return flat.view(moved).movedim(0, parameter.dim).contiguous()
 
     def _accumulate(self, parameter: Parameter, gradient: torch.Tensor) -> None:
-        sharded, shard = parameter.sharded, stored(parameter)
+        sharded, shard = parameter.sharded, storage_of(parameter)
         if gradient.dtype != shard.dtype or gradient.device != shard.device:
             gradient = gradient.to(shard.device, shard.dtype)
         if sharded.grad is None:
@@ -260,7 +260,7 @@ def _fits(current: nn.Parameter, sharded: nn.Parameter) -> bool:
     return current._local_tensor.shape == sharded._local_tensor.shape
 
 
-def _described(tensor: torch.Tensor) -> str:
+def _describe(tensor: torch.Tensor) -> str:
     if not isinstance(tensor, DTensor):
         return f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}"
     local = tuple(tensor._local_tensor.shape)

@@ -53,7 +53,7 @@ import torch.distributed.fsdp
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from sharding.errors import ArgumentError, TransferError
-from sharding.group_references import GroupReference, referred
+from sharding.group_references import GroupReference, dereference
 from sharding.layout import Mesh
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Composition:
         if not self.items:
             return "an exchange of nothing"
         first = self.items[0]
-        named = ", ".join(_numbered(item) for item in self.items[:SHOWN])
+        named = ", ".join(_format_item(item) for item in self.items[:SHOWN])
         left = len(self.items) - SHOWN
         more = f" and {left} more" if left > 0 else ""
         return f"the {_WORDS[first.purpose]} of {named}{more}"
@@ -164,7 +164,7 @@ def _code(dtype: torch.dtype) -> int:
     return int.from_bytes(blake2b(str(dtype).encode(), digest_size=8).digest(), "little")
 
 
-def _numbered(item: Item) -> str:
+def _format_item(item: Item) -> str:
     return f"{item.name} (number {item.sequence})"
 
 
@@ -196,7 +196,7 @@ class ShardGroup:
     @property
     def group(self) -> ProcessGroup | None:
         """The group; None: this process alone. Raises DestroyedGroupError."""
-        return None if self.reference is None else referred(self.reference)
+        return None if self.reference is None else dereference(self.reference)
 
     @property
     def ranks(self) -> list[int]:
@@ -300,7 +300,7 @@ def report(shard_group: ShardGroup, missed: Missed, error: BaseException) -> Tra
         f"{missed.composition} for {missed.nbytes:,} bytes of {_word(missed.dtype)} {way} rank "
         f"{other}"
     )
-    told = _told_by_others(shard_group, missed.composition, waited, other)
+    told = _describe_waits(shard_group, missed.composition, waited, other)
     return TransferError(
         f"rank {here} waited in {waited}, in vain ({_first_line(error)}). {told} {_ADVICE}"
     )
@@ -319,14 +319,14 @@ def report_unlike(shard_group: ShardGroup, composition: Composition) -> Transfer
 
     Not a collective: every rank that finds the difference calls it.
     """
-    told = _told_by_others(shard_group, composition, f"{composition}", None)
+    told = _describe_waits(shard_group, composition, f"{composition}", None)
     return TransferError(
         f"rank {dist.get_rank()} took part in {composition}, and another rank in another "
         f"collective, now or since the last reduction; its result is not used. {told} {_ADVICE}"
     )
 
 
-def _told_by_others(
+def _describe_waits(
     shard_group: ShardGroup, composition: Composition, waited: str, other: int | None
 ) -> str:
     """Returns sentences on the waits of other ranks: the missed one, and a few more."""
@@ -336,11 +336,11 @@ def _told_by_others(
     for index in shard_group.others[:MOST_ASKED]:
         rank = dist.get_global_rank(shard_group.group, shard_group.members[index])
         asked += [] if rank == other else [rank]
-    notes = _exchanged(dist.get_rank(), asked, note)
-    return " ".join(_told(rank, notes.get(rank), note) for rank in asked)
+    notes = _exchange(dist.get_rank(), asked, note)
+    return " ".join(_describe_wait(rank, notes.get(rank), note) for rank in asked)
 
 
-def _told(rank: int, note: Note | None, mine: Note) -> str:
+def _describe_wait(rank: int, note: Note | None, mine: Note) -> str:
     if note is None:
         return (
             f"Rank {rank} has left no note of its wait within {ANSWER_SECONDS:g} s: it has ended, "
@@ -360,7 +360,7 @@ def _told(rank: int, note: Note | None, mine: Note) -> str:
     return f"Rank {rank} waited in {note.text}{where}{unlike}."
 
 
-def _exchanged(here: int, asked: list[int], note: Note) -> dict[int, Note]:
+def _exchange(here: int, asked: list[int], note: Note) -> dict[int, Note]:
     """Returns the notes of other ranks, by rank; stores this rank's note first."""
     found: dict[int, Note] = {}
     with suppress(RuntimeError, ValueError):  # the store is lost: the report names no others

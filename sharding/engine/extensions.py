@@ -48,7 +48,7 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 
-from sharding.engine.chunk_param_group import ChunkParamGroup, MeshGroups, stored
+from sharding.engine.chunk_param_group import ChunkParamGroup, MeshGroups, storage_of
 from sharding.engine.composition import Purpose
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import ChunkPacking, Parameter, chunk, pack
@@ -74,7 +74,7 @@ def is_hooked(sharded: nn.Parameter, name: str) -> bool:
     return pre
 
 
-def settled(param_group: ParamGroup) -> list[ParamGroup]:
+def split_by_hooks(param_group: ParamGroup) -> list[ParamGroup]:
     """Returns the groups for a group's parameters: each one with hooks gets its own group.
 
     Called before a parameter group is first gathered; all units that use it get the same result.
@@ -134,7 +134,7 @@ class ExtensionParamGroup(ChunkParamGroup):
         return ChunkPacking(packed, self.groups.shard.size)
 
     def _gather(self, batch: AllGather) -> PendingAllGather:
-        _, transport = self._settled()
+        _, transport = self._packing_and_transport()
         if not self._extensions:
             self._extensions = [
                 _Extension(parameter, self.placing, self.policy) for parameter in self.parameters
@@ -177,7 +177,7 @@ class ExtensionParamGroup(ChunkParamGroup):
                 tensors = [torch.zeros(shape, dtype=self.reduce_dtype, device=device)]
                 tensors *= extension.parts_of_gradient
             else:
-                present[index], tensors = extension.taken_apart(gradient.detach())
+                present[index], tensors = extension.take_apart(gradient.detach())
                 if present[index] == PARTED:
                     present[index] = self.groups.size + 1  # more than the sum of plain marks
             dim = extension.entry.dim
@@ -247,15 +247,15 @@ class _Extension:
 
     def finish(self) -> nn.Parameter:
         """Returns the unsharded parameter, made from the outputs, which have arrived."""
-        hook = getattr(stored(self.entry), "fsdp_post_all_gather")  # noqa: B009
-        outputs = tuple(output.joined() for output in self._outputs)
+        hook = getattr(storage_of(self.entry), "fsdp_post_all_gather")  # noqa: B009
+        outputs = tuple(output.join() for output in self._outputs)
         dtype = self.entry.sharded.dtype
         if dtype.is_floating_point:
             dtype = self._policy.param_dtype or dtype
         metadata, self._metadata = self._metadata, None
         if self._unsharded is None:
             unsharded, inner = hook(outputs, metadata, dtype)
-            self._unsharded = self._made(unsharded, inner)
+            self._unsharded = self._record(unsharded, inner)
             return self._unsharded
         for storage, nbytes in self._freed:
             storage.resize_(nbytes)
@@ -272,9 +272,9 @@ class _Extension:
         for storage, _ in self._freed:
             storage.resize_(0)
 
-    def taken_apart(self, gradient: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
+    def take_apart(self, gradient: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
         """Returns a gradient's mark, and the tensors to reduce for it."""
-        if self._names and type(gradient) is type(stored(self.entry)):
+        if self._names and type(gradient) is type(storage_of(self.entry)):
             return PARTED, [getattr(gradient, name) for name in self._names]
         return PLAIN, [_as_plain(gradient)] * self.parts_of_gradient
 
@@ -282,7 +282,7 @@ class _Extension:
         """Returns the shard's gradient, from this rank's parts of the reduced tensors."""
         if mark == PLAIN:
             return tensors[0]
-        local = stored(self.entry).detach()
+        local = storage_of(self.entry).detach()
         _, context = local.__tensor_flatten__()  # type: ignore[attr-defined]
         inner = {
             name: _at_its_beginning(tensor.to(getattr(local, name).dtype))
@@ -302,7 +302,7 @@ class _Extension:
                 f"the local tensor of {entry.name} was replaced by one without "
                 "fsdp_pre_all_gather and fsdp_post_all_gather; set them on the new one"
             )
-        hook = getattr(stored(entry), "fsdp_pre_all_gather")  # noqa: B009
+        hook = getattr(storage_of(entry), "fsdp_pre_all_gather")  # noqa: B009
         signature = inspect.signature(hook)
         if len(signature.parameters) == 1:
             inputs, metadata = hook(self._mesh)
@@ -338,7 +338,7 @@ class _Extension:
         rest = (*tensor.shape[:along], *tensor.shape[along + 1 :])
         return Form(counts, tuple(rest), along, tensor.dtype)
 
-    def _made(self, unsharded: torch.Tensor, inner: Sequence[torch.Tensor]) -> nn.Parameter:
+    def _record(self, unsharded: torch.Tensor, inner: Sequence[torch.Tensor]) -> nn.Parameter:
         """Records the unsharded parameter and its storages, for later all-gathers."""
         entry = self.entry
         size = torch.Size(entry.shape)
@@ -353,7 +353,7 @@ class _Extension:
         to_free = [plain for tensor in inner for plain in _plain_tensors(tensor)]
         self._inner = [*to_free, *_plain_tensors(unsharded)]
         self._freed = [(t.untyped_storage(), t.untyped_storage().nbytes()) for t in to_free]
-        local = stored(entry)
+        local = storage_of(entry)
         if type(unsharded) is type(local) and hasattr(unsharded, "__tensor_flatten__"):
             names: list[str] = list(unsharded.__tensor_flatten__()[0])
             tensors = [getattr(unsharded, name) for name in names]
@@ -455,7 +455,7 @@ class Output:
         lo = sum(self.form.counts[:rank]) * self.form.row_bytes
         return self._landing[lo : lo + self.form.counts[rank] * self.form.row_bytes]
 
-    def joined(self) -> torch.Tensor:
+    def join(self) -> torch.Tensor:
         """Returns the ranks' inputs, joined, once all have arrived."""
         if self._landing is not self._bytes:
             rows = self._landing.view(self.form.dtype).view(-1, *self.form.rest)

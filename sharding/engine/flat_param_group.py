@@ -126,7 +126,7 @@ class FlatParamGroup(ParamGroup):
         if not form.use_orig_params:
             for owner in self.keys:
                 owner.__dict__.setdefault(FLATTENED, []).append(self)
-        self.flat = self._flattened()
+        self.flat = self._flatten()
         for parameter in parameters:
             if not form.use_orig_params:
                 parameter.sharded = self.flat
@@ -161,7 +161,7 @@ class FlatParamGroup(ParamGroup):
             return [parameter.sharded._version for parameter in self.parameters]
         return [self.flat._version]
 
-    def seen(self) -> list[nn.Parameter]:
+    def optimizer_parameters(self) -> list[nn.Parameter]:
         """Returns the parameters that the optimizer sees."""
         if self.form.use_orig_params:
             return [parameter.sharded for parameter in self.parameters]
@@ -174,10 +174,10 @@ class FlatParamGroup(ParamGroup):
             return gradient
         return self.shard_view(index, gradient)
 
-    def registered(self) -> list[nn.Parameter]:
-        """Returns the sharded parameters in the modules: those of `seen`, or a user's."""
+    def module_parameters(self) -> list[nn.Parameter]:
+        """Returns the modules' sharded parameters: those of `optimizer_parameters`, or a user's."""
         if self.whole is not None:
-            return self.seen()
+            return self.optimizer_parameters()
         if not self.form.use_orig_params:
             return [_first(self.form.home._parameters.get(self.form.name), self.flat)]
         found = []
@@ -267,7 +267,7 @@ class FlatParamGroup(ParamGroup):
             return super().reduce(batch)
         self.backward.start_reduction()
         present = [0] * len(self.parameters)
-        gradient = self._padded(self._flat_gradients(present))
+        gradient = self._pad(self._flat_gradients(present))
         flags = torch.tensor(present, dtype=torch.float32, device=self.device)
         self.all_reduce_now(flags)
         output = gradient
@@ -295,7 +295,7 @@ class FlatParamGroup(ParamGroup):
         yield from super().places()
         yield self.form.home, self.form.name
 
-    def placed_more(self, parameter: Parameter) -> None:
+    def fill_places(self, parameter: Parameter) -> None:
         """Notes that a parameter has got more places."""
         self._note_order(parameter)
         self._let_go_of_original(parameter)
@@ -356,18 +356,18 @@ class FlatParamGroup(ParamGroup):
     def _parts(
         self, gradients: list[torch.Tensor], packing: ChunkPacking | FlatPacking
     ) -> list[list[torch.Tensor]]:
-        flat = self._padded(gradients)
+        flat = self._pad(gradients)
         spans = [packing.spans(rank)[0] for rank in range(self.groups.shard.size)]
         return [[flat[lo:hi]] for lo, hi in spans]
 
-    def _padded(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+    def _pad(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         missing = self.packing.numel - sum(gradient.numel() for gradient in gradients)
         if missing:
             like = gradients[0]
             gradients = [*gradients, like.new_zeros(missing)]
         return torch.cat(gradients)
 
-    def _flattened(self) -> FlatParameter:
+    def _flatten(self) -> FlatParameter:
         """Returns this rank's shard, filled from the unsharded parameters."""
         first = self.parameters[0].sharded
         local = torch.zeros(self._shard_numel, dtype=first.dtype, device=first.device)
@@ -375,9 +375,9 @@ class FlatParamGroup(ParamGroup):
             begin, lo, hi = self.piece(index)
             unsharded = local_of(parameter.sharded.detach(), parameter.distributed).reshape(-1)
             local[begin : begin + hi - lo].copy_(unsharded[lo:hi])
-        return self._named(FlatParameter(local, requires_grad=first.requires_grad))
+        return self._set_names(FlatParameter(local, requires_grad=first.requires_grad))
 
-    def _named(self, flat: FlatParameter) -> FlatParameter:
+    def _set_names(self, flat: FlatParameter) -> FlatParameter:
         """Returns the flat parameter, with the names and shapes of the parameters in it."""
         flat._fqns = tuple(parameter.name for parameter in self.parameters)
         flat._shapes = tuple(torch.Size(parameter.shape) for parameter in self.parameters)
@@ -416,7 +416,7 @@ class FlatParamGroup(ParamGroup):
                 f"{self.form.name} of shape {tuple(self.flat.shape)} was replaced by a tensor of "
                 f"shape {tuple(current.shape)}"
             )
-        self.flat = self._named(FlatParameter(current.detach(), current.requires_grad))
+        self.flat = self._set_names(FlatParameter(current.detach(), current.requires_grad))
         for parameter in self.parameters:
             parameter.sharded = self.flat
         self.form.home.register_parameter(self.form.name, self.flat)

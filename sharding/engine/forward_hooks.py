@@ -38,8 +38,8 @@ class ForwardHooks:
         self.hook_errors(module)
 
     def hook_errors(self, module: nn.Module) -> None:
-        """Registers `ended`, which notices a forward that ends with an error."""
-        module.register_forward_hook(self.ended, always_call=True)
+        """Registers `end_failed`, which notices a forward that ends with an error."""
+        module.register_forward_hook(self.end_failed, always_call=True)
 
     @_disable_dynamo
     def before(
@@ -58,7 +58,7 @@ class ForwardHooks:
                 runtime.begin_forward()
             self._to_run = set(unit.modules)
             call = UnitCall(unit, runtime.run, runtime.tick())
-            runtime.started(call)
+            runtime.begin_call(call)
             _begin(call, runtime)
         else:
             call = runtime.running[unit][-1]
@@ -87,20 +87,20 @@ class ForwardHooks:
             _await_backward(call, output, runtime)
         call.given.clear()
         if not self._to_run:
-            call = runtime.stopped(unit)
-            for each in (*runtime.unfinished(call), call):
+            call = runtime.end_call(unit)
+            for each in (*runtime.remove_unfinished(call), call):
                 _end(each, runtime)
         return output
 
-    def ended(self, module: nn.Module, args: object, output: object) -> None:
+    def end_failed(self, module: nn.Module, args: object, output: object) -> None:
         """Ends the call of a forward that ended with an error."""
         runtime = self._unit.runtime
         if self._returned:
             self._returned = False
         elif isinstance(runtime, Runtime) and self._unit in runtime.running:
             self._to_run.clear()
-            call = runtime.stopped(self._unit)
-            for each in (*runtime.unfinished(call), call):
+            call = runtime.end_call(self._unit)
+            for each in (*runtime.remove_unfinished(call), call):
                 each.unit.release(each)
 
 
@@ -137,7 +137,7 @@ def _end(call: UnitCall, runtime: Runtime) -> None:
     may_be_repeated = not torch.is_grad_enabled() and call.run.differentiable
     call.comes_back = call.visible or may_be_repeated
     if call.comes_back or call.kept:
-        call.run.ended(call)
+        call.run.add_call(call)
     if call.comes_back:
         runtime.pending_recomputes[unit] += not call.visible
         for param_group in unit.used:
@@ -185,7 +185,7 @@ def _check_runs_alone(unit: Unit, runtime: Runtime) -> None:
 def _agree(call: UnitCall, runtime: Runtime, check: OrderCheck) -> None:
     """Gathers all units that any rank runs now, in one order."""
     place = runtime.units.index(call.unit)
-    others = check.called(call.unit, runtime.units)
+    others = check.check_call(call.unit, runtime.units)
     for unit, trained in others:
         if runtime.units.index(unit) < place:
             served = UnitCall(unit, call.run, runtime.tick())
@@ -220,7 +220,7 @@ def _note_given(call: UnitCall, given: object, runtime: Runtime, begins: bool) -
         if tensor.requires_grad:
             call.given[id(tensor)] = tensor, tensor._version
             if begins and tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(partial(_left, runtime, call))
+                tensor.grad_fn.register_prehook(partial(_leave, runtime, call))
 
 
 def _await_backward(call: UnitCall, output: object, runtime: Runtime) -> None:
@@ -275,6 +275,6 @@ def _note_handed_on(tensor: torch.Tensor, runtime: Runtime) -> None:
     handle = tensor.register_hook(came)  # type: ignore[no-untyped-call]
 
 
-def _left(runtime: Runtime, call: UnitCall, gradients: object) -> None:
+def _leave(runtime: Runtime, call: UnitCall, gradients: object) -> None:
     """Leaves a call's backward; called before the node that made an input runs."""
-    runtime.left(call)
+    runtime.leave_call(call)

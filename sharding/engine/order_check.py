@@ -31,7 +31,7 @@ from sharding.engine.composition import Composition, Item, Purpose, ShardGroup
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.transport import transport_between
 from sharding.engine.unit import Unit, units_of
-from sharding.errors import MisuseError, RankError, listed
+from sharding.errors import MisuseError, RankError, format_names
 
 Row = tuple[str, dict[str, object]]
 """A tensor's name, and its properties that are equal on all ranks."""
@@ -162,7 +162,8 @@ def _difference(things: str, everyone: Sequence[tuple[int, list[Row]]]) -> str:
     other, theirs = next((rank, rows) for rank, rows in others if rows != mine)
     here, there = dict(mine), dict(theirs)
     alone = [
-        f"rank {rank} has {listed([name for name in some if name not in rest], SHOWN)}, which rank "
+        f"rank {rank} has "
+        f"{format_names([name for name in some if name not in rest], SHOWN)}, which rank "
         f"{lacking} lacks"
         for rank, some, lacking, rest in ((first, here, other, there), (other, there, first, here))
         if some.keys() - rest.keys()
@@ -179,7 +180,7 @@ def _difference(things: str, everyone: Sequence[tuple[int, list[Row]]]) -> str:
             return f"{name} differs between the ranks: {', '.join(unlike)}"
     return (
         f"the ranks have the same {things} in different orders: rank {first} "
-        f"{listed(list(here), SHOWN)}; rank {other} {listed(list(there), SHOWN)}"
+        f"{format_names(list(here), SHOWN)}; rank {other} {format_names(list(there), SHOWN)}"
     )
 
 
@@ -198,7 +199,7 @@ class OrderCheck:
         """Returns a check, if the debug level asks for one now."""
         return cls() if get_debug_level() == DebugLevel.DETAIL else None
 
-    def called(self, unit: Unit, units: list[Unit]) -> list[tuple[Unit, bool]]:
+    def check_call(self, unit: Unit, units: list[Unit]) -> list[tuple[Unit, bool]]:
         """Returns the units that other ranks run during `unit` of this one, and whether they train.
 
         The result has the order of the units. All ranks call it, for every unit with parameters.
@@ -284,14 +285,14 @@ class Names:
     def parameters(self, param_group: ParamGroup) -> list[str]:
         """Returns the names of a parameter group's parameters, in order."""
         owners = [parameter.owners[0] for parameter in param_group.parameters]
-        return [_shown(f"{self._paths.get(owner, '')}.{key}") for owner, key in owners]
+        return [_format_path(f"{self._paths.get(owner, '')}.{key}") for owner, key in owners]
 
     def unit(self, unit: Unit) -> str:
         """Returns the path of a unit's module, or modules; the class of the root itself."""
         paths = [self._paths.get(module, "") for module in unit.modules]
         if not all(paths):
             return f"the root {type(unit.modules[0]).__name__}"
-        return "+".join(map(_shown, paths))
+        return "+".join(map(_format_path, paths))
 
     def give(self, unit: Unit) -> None:
         """Names a unit's groups like the unit; several groups also by a parameter of each."""
@@ -299,8 +300,8 @@ class Names:
         for param_group in unit.param_groups:
             parameters = self.parameters(param_group)
             own = name if len(unit.param_groups) == 1 else f"{name} (with {parameters[0]})"
-            param_group.named(own, parameters)
+            param_group.set_name(own, parameters)
 
 
-def _shown(path: str) -> str:
+def _format_path(path: str) -> str:
     return path.replace(WRAPPER, "").lstrip(".")

@@ -59,7 +59,7 @@ from sharding.engine.reduction import (
     take_gradients,
 )
 from sharding.engine.transport import NoGather, PendingAllGather, Transport, transport_between
-from sharding.errors import MisuseError, TransferError, listed
+from sharding.errors import MisuseError, TransferError, format_names
 
 
 class ParamGroup(ABC):
@@ -184,7 +184,7 @@ class ParamGroup(ABC):
         for parameter in self.parameters:
             yield from parameter.owners
 
-    def placed_more(self, parameter: Parameter) -> None:
+    def fill_places(self, parameter: Parameter) -> None:
         """Fills the new places of a parameter like its other places."""
         parameter.place(parameter.sharded)
 
@@ -239,7 +239,7 @@ class ParamGroup(ABC):
         that failed.
         """
         if self._error is not None:
-            names = listed([parameter.name for parameter in self.parameters], 3)
+            names = format_names([parameter.name for parameter in self.parameters], 3)
             raise MisuseError(
                 f"the ranks could not gather the parameters {names} before "
                 f"({self._error}), and this process group cannot gather them any more: start the "
@@ -323,23 +323,23 @@ class ParamGroup(ABC):
 
     def fetch(self) -> UnshardedBuffer:
         """Returns a new `stored_dtype` buffer with the unsharded parameters. Collective; waits."""
-        packing, _ = self._settled()
+        packing, _ = self._packing_and_transport()
         buffer = UnshardedBuffer.of(packing.slots, packing.numel, self.stored_dtype, self.device)
         self.all_gather_now(self._outgoing(self.stored_dtype), buffer)
         return buffer
 
     def all_gather_now(self, mine: list[torch.Tensor], buffer: UnshardedBuffer) -> None:
         """Fills a buffer of the group's layout from all ranks' spans. Collective; waits."""
-        packing, transport = self._settled()
+        packing, transport = self._packing_and_transport()
         composition = Composition((self._next_item(Purpose.ALL_GATHER),))
         transport.all_gather(mine, buffer.places(packing), composition).wait()
 
     def all_reduce_now(self, flat: torch.Tensor) -> None:
         """All-reduces a flat tensor over the shard group, in place. Collective; waits."""
-        _, transport = self._settled()
+        _, transport = self._packing_and_transport()
         transport.all_reduce(flat, Composition((self._next_item(Purpose.REDUCE_SCATTER),)))
 
-    def _settled(self) -> tuple[ChunkPacking | FlatPacking, Transport]:
+    def _packing_and_transport(self) -> tuple[ChunkPacking | FlatPacking, Transport]:
         if self._packing is None or self._transport is None:
             self._packing = self._pack()
             self._transport = transport_between(self.groups.shard, self.device)
@@ -347,7 +347,7 @@ class ParamGroup(ABC):
 
     def _gather(self, batch: AllGather) -> PendingAllGather:
         """Starts to fill the unsharded buffer."""
-        packing, transport = self._settled()
+        packing, transport = self._packing_and_transport()
         self.buffer = self._buffer(self.dtype)
         self.buffer.allocate()
         if self._kept is not None:
@@ -357,7 +357,7 @@ class ParamGroup(ABC):
             return batch.add(among, kept.part, kept.places(self.buffer), item)
         if not self._needs_gathering(self.buffer):
             return NoGather()
-        mine = self.buffer.cut(packing.spans(self.groups.shard.rank), self._outgoing(self.dtype))
+        mine = self.buffer.split(packing.spans(self.groups.shard.rank), self._outgoing(self.dtype))
         item = self._next_item(Purpose.ALL_GATHER)
         return batch.add(transport, mine, self.buffer.places(packing), item)
 
@@ -368,7 +368,7 @@ class ParamGroup(ABC):
     def _buffer(self, dtype: torch.dtype) -> UnshardedBuffer:
         """Returns the unsharded buffer of a dtype; a new one has memory."""
         if dtype not in self._buffers:
-            packing, _ = self._settled()
+            packing, _ = self._packing_and_transport()
             self._buffers[dtype] = UnshardedBuffer(
                 packing.slots, packing.numel, dtype, self.device, self._leaf
             )
@@ -394,7 +394,7 @@ class ParamGroup(ABC):
         self._packing = self._transport = None
         self._grad_hooks.clear()
 
-    def named(self, name: str, parameters: list[str]) -> None:
+    def set_name(self, name: str, parameters: list[str]) -> None:
         """Sets the name for errors; `parameters` are the names in the root module, for tags."""
         self.name = name
         self._tags.key = key_of(self.number, parameters, (p.shape for p in self.parameters))
@@ -402,7 +402,7 @@ class ParamGroup(ABC):
     def _next_item(self, purpose: Purpose) -> Item:
         """Returns this group's part of the next exchange for a purpose."""
         if not self._tags.key:
-            self.named(self.name, [parameter.name for parameter in self.parameters])
+            self.set_name(self.name, [parameter.name for parameter in self.parameters])
         return self._tags.next_item(self.name, purpose)
 
     # From gradients of unsharded parameters to accumulated gradients.
@@ -431,7 +431,7 @@ class ParamGroup(ABC):
         All ranks of the group call it in the same order. Raises ArgumentTypeError for a sparse
         gradient.
         """
-        packing, transport = self._settled()
+        packing, transport = self._packing_and_transport()
         self.backward.start_reduction()
         present = [0] * len(self.parameters)
         gradients = self._flat_gradients(present)
@@ -449,7 +449,7 @@ class ParamGroup(ABC):
     @property
     def gradient_bytes(self) -> int:
         """The bytes of all unsharded gradients in `reduce_dtype`."""
-        return self._settled()[0].numel * self.reduce_dtype.itemsize
+        return self._packing_and_transport()[0].numel * self.reduce_dtype.itemsize
 
     def forget(self) -> None:
         """Drops the gradients of a backward that ended with an error."""
@@ -471,7 +471,7 @@ class ParamGroup(ABC):
 
     def _flat_gradients(self, present: list[int]) -> list[torch.Tensor]:
         """Returns each slot's gradient, flat, rows first; without one, zeros and a flag of 0."""
-        packing, _ = self._settled()
+        packing, _ = self._packing_and_transport()
         release = self._kept_gradients.release
         gradients = [release(*taken) for taken in enumerate(self._take_gradients())]
         present[:] = [int(gradient is not None) for gradient in gradients]

@@ -224,17 +224,21 @@ class UnshardedBuffer:
     def parts(self, spans: Sequence[Span]) -> list[torch.Tensor]:
         """Returns ranges of the buffer to fill: one for each span, or more if slabs divide it."""
         with torch.inference_mode(False), torch.no_grad():
-            return [self._slab_of(lo).part(lo, hi) for span in spans for lo, hi in self._cut(span)]
+            return [
+                self._slab_of(lo).part(lo, hi)
+                for span in spans
+                for lo, hi in self._split_span(span)
+            ]
 
-    def cut(self, spans: Sequence[Span], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def split(self, spans: Sequence[Span], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns tensors for spans of the buffer, divided as `parts` divides the spans."""
         return [
             tensor[lo - span[0] : hi - span[0]]
             for span, tensor in zip(spans, tensors, strict=True)
-            for lo, hi in self._cut(span)
+            for lo, hi in self._split_span(span)
         ]
 
-    def _cut(self, span: Span) -> list[Span]:
+    def _split_span(self, span: Span) -> list[Span]:
         lo, hi = span
         inner = [at for at in self._begins[1:] if lo < at < hi]
         return list(zip([lo, *inner], [*inner, hi], strict=True))

@@ -303,7 +303,7 @@ class JointAllGather:
             composition = Composition(tuple(self._items))
             self._all_gather = self._transport.all_gather(self._mine, self._places, composition)
         except BaseException as error:
-            self._error = error if isinstance(error, Exception) else _interrupted(error)
+            self._error = error if isinstance(error, Exception) else _interrupt_error(error)
             raise
         self._mine, self._places = [], []
 
@@ -437,5 +437,5 @@ class _GroupSums:
         return self._joint.wait()[self._first : self._end]
 
 
-def _interrupted(error: BaseException) -> Exception:
+def _interrupt_error(error: BaseException) -> Exception:
     return RuntimeError(f"it was interrupted as it started, by {type(error).__name__}")

@@ -60,7 +60,7 @@ class Runtime:
         """The unit, among those gathered ahead, whose forward prefetches more."""
 
     @classmethod
-    def rooted_at(cls, root: Unit) -> Runtime:
+    def make_root(cls, root: Unit) -> Runtime:
         """Returns the runtime of a unit and all below it, which leave their former runtimes."""
         runtime = cls(root, list(units_of(root.modules)))
         for unit in runtime.units:
@@ -93,11 +93,11 @@ class Runtime:
         """True inside a forward of one of its units: of the root's, most of the time."""
         return bool(self.running)
 
-    def started(self, call: UnitCall) -> None:
+    def begin_call(self, call: UnitCall) -> None:
         """Notes that a call's forward has begun."""
         self.running.setdefault(call.unit, []).append(call)
 
-    def stopped(self, unit: Unit) -> UnitCall:
+    def end_call(self, unit: Unit) -> UnitCall:
         """Notes the end of the innermost call of a unit; returns the call."""
         calls = self.running[unit]
         call = calls.pop()
@@ -105,7 +105,7 @@ class Runtime:
             del self.running[unit]
         return call
 
-    def unfinished(self, stopped: UnitCall) -> list[UnitCall]:
+    def remove_unfinished(self, stopped: UnitCall) -> list[UnitCall]:
         """Removes the calls that began in a call of the root and cannot end any more.
 
         They are those of a list of modules, of which not all have run. The last one comes first.
@@ -204,10 +204,10 @@ class Runtime:
             return
         if call.index < 0:  # recomputed: not in the order, because its backward is a separate
             self._come_to(call)  # run of the engine
-            Variable._execution_engine.queue_callback(partial(self.left, call))
+            Variable._execution_engine.queue_callback(partial(self.leave_call, call))
             return
         self._reach(call.run)
-        for skipped in call.run.skipped(call.index):
+        for skipped in call.run.take_skipped(call.index):
             self._come_to(skipped)
         self._come_to(call)
 
@@ -217,7 +217,7 @@ class Runtime:
         if param_group.is_complete and self._schedule and self._schedule[0] is param_group:
             self._advance()
 
-    def left(self, call: UnitCall) -> None:
+    def leave_call(self, call: UnitCall) -> None:
         """Reshards the parameters of a call that backward has left."""
         if call in call.run.open:
             call.run.open.remove(call)
@@ -248,7 +248,7 @@ class Runtime:
             run.cursor = call.index
             # A rank on which autograd has left them already has prefetched for this call too.
             for earlier in [other for other in run.open if other.start > call.end]:
-                self.left(earlier)
+                self.leave_call(earlier)
             self._passed = min(self._passed, call.end)
             self._advance()
         call.begun = True
@@ -292,7 +292,7 @@ class Runtime:
     def _end_backward(self) -> None:
         """Ends a backward: all shards get their gradients, all units are resharded. Waits."""
         for run in list(self._reached):
-            for skipped in run.skipped(-1):
+            for skipped in run.take_skipped(-1):
                 self._come_to(skipped)
         self._advance(to_the_end=True)
         for param_group in self._param_groups():  # also groups that no hook of forward has seen
@@ -328,7 +328,7 @@ class Runtime:
 def runtime_of(unit: Unit) -> Runtime:
     """Returns the runtime of a unit; a unit without one becomes a root."""
     runtime = unit.runtime
-    return runtime if isinstance(runtime, Runtime) else Runtime.rooted_at(unit)
+    return runtime if isinstance(runtime, Runtime) else Runtime.make_root(unit)
 
 
 def is_running(unit: Unit) -> bool:

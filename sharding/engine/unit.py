@@ -47,7 +47,7 @@ from typing import NoReturn, Protocol, TypeVar, cast
 import torch
 from torch import nn
 
-from sharding.engine.extensions import settled
+from sharding.engine.extensions import split_by_hooks
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.reduction import AllGather
 from sharding.errors import ArgumentTypeError, MisuseError, TorchAssertionError
@@ -238,9 +238,11 @@ class Unit:
             return
         before = self.used
         self.param_groups = [
-            part for param_group in self.param_groups for part in settled(param_group)
+            part for param_group in self.param_groups for part in split_by_hooks(param_group)
         ]
-        self.borrowed = [part for param_group in self.borrowed for part in settled(param_group)]
+        self.borrowed = [
+            part for param_group in self.borrowed for part in split_by_hooks(param_group)
+        ]
         if self.runtime is not None and self.used != before:
             self.runtime.number_param_groups()
 
@@ -374,13 +376,13 @@ class ForwardPass:
         self.open: list[UnitCall] = []
         """Calls that backward has reached and not yet left."""
 
-    def ended(self, call: UnitCall) -> None:
+    def add_call(self, call: UnitCall) -> None:
         """Adds a call that has ended and that backward may reach."""
         call.index = len(self.calls)
         self.calls.append(call)
         self.cursor = len(self.calls)
 
-    def skipped(self, index: int) -> list[UnitCall]:
+    def take_skipped(self, index: int) -> list[UnitCall]:
         """Returns the visible calls that backward has skipped between the last one and this one."""
         between = self.calls[index + 1 : self.cursor]
         return [call for call in reversed(between) if call.visible and not call.begun]
@@ -417,25 +419,25 @@ def tensors_in(nest: object) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(nest, field.name, None))
 
 
-def mapped(nest: T, change: Callable[[torch.Tensor], torch.Tensor]) -> T:
+def map_tensors(nest: T, change: Callable[[torch.Tensor], torch.Tensor]) -> T:
     """Returns the nest with every tensor changed; unchanged containers stay the same objects."""
     changed: object = nest
     if isinstance(nest, torch.Tensor):
         changed = change(nest)
     elif isinstance(nest, tuple):
-        items = [mapped(item, change) for item in nest]
+        items = [map_tensors(item, change) for item in nest]
         if _differ(items, nest):
             changed = type(nest)(*items) if hasattr(nest, "_fields") else type(nest)(items)
     elif isinstance(nest, list | MutableMapping):
         keys = range(len(nest)) if isinstance(nest, list) else list(nest)
-        items = [mapped(nest[key], change) for key in keys]
+        items = [map_tensors(nest[key], change) for key in keys]
         if _differ(items, [nest[key] for key in keys]):
             changed = copy(nest)
             for key, item in zip(keys, items, strict=True):
                 changed[key] = item
     elif is_dataclass(nest) and not isinstance(nest, type):
         names = [field.name for field in fields(nest) if hasattr(nest, field.name)]
-        items = [mapped(getattr(nest, name), change) for name in names]
+        items = [map_tensors(getattr(nest, name), change) for name in names]
         if _differ(items, [getattr(nest, name) for name in names]):
             changed = copy(nest)
             for name, item in zip(names, items, strict=True):
@@ -449,4 +451,4 @@ def _differ(items: Iterable[object], others: Iterable[object]) -> bool:
 
 def in_dtype(nest: T, dtype: torch.dtype) -> T:
     """Returns the nest with its floating-point tensors in another dtype."""
-    return mapped(nest, lambda t: t.to(dtype) if t.is_floating_point() else t)
+    return map_tensors(nest, lambda t: t.to(dtype) if t.is_floating_point() else t)

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from sharding.describe.dtensor import check_gathers, hybrid_grid
-from sharding.discovery import FreeParameter, borrowed_param_group, free_parameters
+from sharding.discovery import FreeParameter, find_tied_group, free_parameters
 from sharding.engine.composition import HybridGroups, ShardGroup
 from sharding.engine.flat_param_group import CommHook, FlatForm, FlatParamGroup, flat_param_groups
 from sharding.engine.forward_hooks import ForwardHooks
@@ -36,7 +36,7 @@ from sharding.engine.order_check import OrderCheck, check_shards
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter, Precision, local_of
 from sharding.engine.runtime import attach, runtime_of
-from sharding.engine.unit import UNIT, Unit, UnitPolicy, mapped, units_of
+from sharding.engine.unit import UNIT, Unit, UnitPolicy, map_tensors, units_of
 from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError
 from sharding.fsdp1.materialize import (
     broadcast_states,
@@ -50,7 +50,7 @@ from sharding.fsdp1.materialize import (
     own_modules,
     warn_of_host_memory,
 )
-from sharding.fsdp1.wrap_plan import auto_wrap, planned
+from sharding.fsdp1.wrap_plan import auto_wrap, plan_wraps
 from sharding.group_references import release_with_groups
 from sharding.policies import BackwardPrefetch, MixedPrecision, ShardingStrategy, StateDictSettings
 from sharding.state_dict_settings import default_settings
@@ -117,8 +117,8 @@ class EntryPoint:
             for entry_point in entry_points(self.owner):
                 entry_point.choose_precision()
             if self.compute_device.type != "cpu":
-                args = mapped(args, lambda tensor: tensor.to(self.compute_device))
-                kwargs = mapped(kwargs, lambda tensor: tensor.to(self.compute_device))
+                args = map_tensors(args, lambda tensor: tensor.to(self.compute_device))
+                kwargs = map_tensors(kwargs, lambda tensor: tensor.to(self.compute_device))
         if runtime.order_check is None:
             runtime.order_check = self.order_check
         ready: tuple[tuple[Any, ...], dict[str, Any]]
@@ -150,7 +150,7 @@ class EntryPoint:
         if self.unit.is_root:
             _check_homogeneous(list(entry_points(self.owner)))
         for param_group in flat_param_groups(self.unit.param_groups):
-            for parameter in param_group.registered():
+            for parameter in param_group.module_parameters():
                 check_trainable_on(parameter.device, self.compute_device, self.settings.offload)
                 if (
                     hasattr(parameter, "_in_backward_optimizers")
@@ -196,10 +196,10 @@ def wrap_inside(
 ) -> None:
     """Wraps the modules that a policy chooses inside a module.
 
-    Raises as `planned` does; with `sync_module_states` also MisuseError on all ranks of `groups`,
+    Raises as `plan_wraps` does; with `sync_module_states` MisuseError on all ranks of `groups`,
     before anything is wrapped, if they choose different modules.
     """
-    plan = planned(
+    plan = plan_wraps(
         module,
         policy,
         root_kwargs=root_kwargs,
@@ -227,7 +227,7 @@ def check_not_sharded(module: nn.Module) -> None:
         )
 
 
-def ignored_of(
+def find_ignored(
     root: nn.Module,
     modules: Iterable[nn.Module] | None,
     states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
@@ -332,7 +332,7 @@ def make_flat_unit(
     given = device_given(settings.device_id, groups.shard.rank)
     inner = {part for unit in units_of((module,)) for part in unit.modules}
     own = list(own_modules(module, settings.ignored_modules, inner))
-    found, parameters = _found(module, settings)
+    found, parameters = _find_parameters(module, settings)
     buffers = [b for part in own for b in part.buffers(recurse=False)]
     _check_ranks(parameters, groups)
     compute = compute_device(parameters, given)
@@ -341,7 +341,7 @@ def make_flat_unit(
         if real and len(real) < len(parameters) and settings.param_init_fn is None:
             check_one_device(parameters, given)
         materialize(own, compute, settings.param_init_fn)
-        found, parameters = _found(module, settings)
+        found, parameters = _find_parameters(module, settings)
         buffers = [b for part in own for b in part.buffers(recurse=False)]
     check_one_device(parameters, given)
     if given is not None:
@@ -372,7 +372,7 @@ def _check_ranks(parameters: Iterable[nn.Parameter], groups: HybridGroups) -> No
         check_gathers(root, axes, axes[::-1])
 
 
-def _found(
+def _find_parameters(
     module: nn.Module, settings: FlatSettings
 ) -> tuple[list[FreeParameter], list[nn.Parameter]]:
     """Returns a unit's parameters, and those of them that no other unit has divided already."""
@@ -389,7 +389,7 @@ def _param_groups(
     own: dict[tuple[torch.dtype, bool], list[Parameter]] = {}
     borrowed: dict[int, ParamGroup] = {}
     for each in found:
-        param_group = borrowed_param_group(each)
+        param_group = find_tied_group(each)
         if param_group is not None:
             borrowed[id(param_group)] = param_group
             continue
@@ -398,7 +398,7 @@ def _param_groups(
         local = local_of(parameter, spec)
         entry = Parameter(each.name, each.owners, parameter, 0, tuple(local.shape))
         entry.distributed = spec
-        each.taken_as(entry)
+        each.assign(entry)
         own.setdefault((parameter.dtype, parameter.requires_grad), []).append(entry)
     mixed = settings.mixed_precision
     precision = Precision(mixed.param_dtype, mixed.reduce_dtype, mixed.keep_low_precision_grads)
@@ -498,7 +498,7 @@ def hybrid_groups_of(
     return HybridGroups(ShardGroup.of(groups), ShardGroup.alone())
 
 
-def settled_strategy(strategy: ShardingStrategy | None, groups: Groups) -> ShardingStrategy:
+def choose_strategy(strategy: ShardingStrategy | None, groups: Groups) -> ShardingStrategy:
     """Returns the strategy; over one rank NO_SHARD, with a UserWarning if that is a change."""
     asked = strategy or ShardingStrategy.FULL_SHARD
     if isinstance(groups, tuple) or dist.get_world_size(groups) > 1:

@@ -40,7 +40,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from sharding.agreement.ranks import Ranks
 from sharding.describe.describing import describe
-from sharding.describe.dtensor import cut, is_sharded
+from sharding.describe.dtensor import is_sharded, take_local
 from sharding.describe.local_state_dicts import OwnKeys
 from sharding.describe.members import check_source, state_key
 from sharding.describe.own_members import slices_of
@@ -97,7 +97,7 @@ def by_rows(
         device = torch.device("cpu") if to_cpu else part.local.device
         shape = rows.local_shape(dist.get_rank())
         target = torch.empty(shape, dtype=part.local.dtype, device=device)
-        results.append(_wrapped(param_group, part.index, target, mesh))
+        results.append(_wrap(param_group, part.index, target, mesh))
         return target
 
     _redistribute(param_group, moves(), "making a sharded state dict", error)
@@ -136,7 +136,7 @@ def fill_parts(param_group: FlatParamGroup, pairs: Iterable[tuple[FlatPart, Held
     _redistribute(param_group, moves, LOADING)
 
 
-def held_in_shard_group(
+def find_in_shard_group(
     param_group: FlatParamGroup,
     index: int,
     tensor: torch.Tensor,
@@ -180,7 +180,7 @@ def group_of_flat(param_group: FlatParamGroup) -> ProcessGroup | None:
     return shard or replicas
 
 
-def unsharded_shape(param_group: FlatParamGroup, index: int) -> tuple[int, ...]:
+def whole_shape(param_group: FlatParamGroup, index: int) -> tuple[int, ...]:
     """Returns a parameter's whole shape, also before tensor parallelism."""
     spec = param_group.parameters[index].distributed
     return param_group.packing.slots[index].shape if spec is None else tuple(spec.shape)
@@ -207,7 +207,7 @@ def _line(ranks: tuple[int, ...]) -> Mesh:
     return Mesh.of_ranks(("shard",), (len(ranks),), ranks)
 
 
-def _wrapped(
+def _wrap(
     param_group: FlatParamGroup, index: int, local: torch.Tensor, mesh: DeviceMesh | None
 ) -> torch.Tensor:
     """Returns the value in a state dict for local rows (rule 3)."""
@@ -230,8 +230,8 @@ def _spec(
     behind = () if before is None else tuple(before.placements)
     replicated = [Replicate()] * (mesh.ndim - 1)
     if before is not None:
-        mesh = _joined(mesh, before.mesh)
-    shape = unsharded_shape(param_group, index)
+        mesh = _join_meshes(mesh, before.mesh)
+    shape = whole_shape(param_group, index)
     meta = TensorMeta(torch.Size(shape), row_major(shape), dtype)
     return DTensorSpec(mesh, (*replicated, rows, *behind), tensor_meta=meta)
 
@@ -257,7 +257,7 @@ def _mesh(param_group: FlatParamGroup, before: DTensorSpec | None) -> DeviceMesh
     return found[replicas.group]
 
 
-def _joined(mesh: DeviceMesh, behind: DeviceMesh) -> DeviceMesh:
+def _join_meshes(mesh: DeviceMesh, behind: DeviceMesh) -> DeviceMesh:
     """Returns a mesh with the dimensions of both."""
     found = side_by_side(mesh, behind) if root_mesh(mesh) == root_mesh(behind) else None
     if found is not None:
@@ -325,7 +325,7 @@ class RowLoading:
 
         def reading() -> tuple[torch.Tensor, _Given]:
             flat = param_group.flat.detach().clone()
-            return flat, self._given(flat, strict, missing, errors)
+            return flat, self._take(flat, strict, missing, errors)
 
         if param_group.groups.shard.group is None:
             flat, given = reading()
@@ -357,7 +357,7 @@ class RowLoading:
         with torch.no_grad():
             param_group.flat.copy_(flat)
 
-    def _given(
+    def _take(
         self, flat: torch.Tensor, strict: bool, missing: list[str], errors: list[str]
     ) -> _Given:
         param_group, given = self.own.param_group, _Given()
@@ -368,7 +368,7 @@ class RowLoading:
             if not there:
                 continue
             key = self.inside + there[-1]
-            value, wanted = self.state[key], torch.Size(unsharded_shape(param_group, index))
+            value, wanted = self.state[key], torch.Size(whole_shape(param_group, index))
             if isinstance(value, torch.Tensor) and value.shape == (1,) and not wanted:
                 value = value[0]
             found = value.shape if isinstance(value, torch.Tensor) else type(value).__name__
@@ -387,7 +387,7 @@ class RowLoading:
             if not is_spread or (before is not None and value.device_mesh == before.mesh):
                 given.full.append((part, value))
                 continue
-            held = held_in_shard_group(param_group, index, value, key, self.mesh)
+            held = find_in_shard_group(param_group, index, value, key, self.mesh)
             if held is None:
                 given.spread.append((part, value))
             else:
@@ -405,7 +405,7 @@ class RowLoading:
             _, lo, hi = param_group.piece(part.index)
             parameter = param_group.parameters[part.index]
             if not isinstance(value, DTensor):
-                value = unsharded_as_used(value, parameter)
+                value = use_unsharded(value, parameter)
             value = local_of(value, parameter.distributed)
             part.local.copy_(value.reshape(-1)[lo:hi])
 
@@ -429,11 +429,11 @@ def _fill_spread(param_group: FlatParamGroup, pairs: list[tuple[FlatPart, torch.
     redistribute(ranks.run_on_all(LOADING, moves), group=own, stage=LOADING)
 
 
-def unsharded_as_used(value: torch.Tensor, parameter: Parameter) -> torch.Tensor:
+def use_unsharded(value: torch.Tensor, parameter: Parameter) -> torch.Tensor:
     """Returns a loaded value in the form of the unsharded parameter."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     spec = parameter.distributed
     if spec is None:
         return value
-    return cut(value, spec)
+    return take_local(value, spec)

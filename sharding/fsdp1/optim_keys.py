@@ -37,7 +37,7 @@ from sharding.describe.members import NamedParameter
 from sharding.discovery import entry_of
 from sharding.engine.flat_param_group import flat_param_groups
 from sharding.engine.unit import units_of
-from sharding.errors import ArgumentError, ArgumentTypeError, OptimizerMismatchError, listed
+from sharding.errors import ArgumentError, ArgumentTypeError, OptimizerMismatchError, format_names
 from sharding.fsdp1.flat_states import group_of_flat
 from sharding.policies import OptimStateKeyType
 from sharding.reshard.kinds import group_of, group_over
@@ -116,7 +116,7 @@ class Keyed:
         return {name: key for key, found in self.parameters.items() for name in found.names}
 
 
-def keyed(
+def find_parameters(
     names: ModelNames, optim: Optimizer | None, optim_input: OptimInput | None, by_name: bool
 ) -> Keyed:
     """Returns the parameters of an optimizer, or of the call that made it.
@@ -170,7 +170,7 @@ def is_keyed_by_name(state: Mapping[str, Any]) -> bool:
     return isinstance(next(iter(state.get("state") or ()), None), str)
 
 
-def rekeyed(
+def change_keys(
     state: OptimState,
     to: OptimStateKeyType,
     module: nn.Module,
@@ -188,7 +188,7 @@ def rekeyed(
         raise ArgumentError(f"Invalid parameter keys: {state['state'].keys()}")
     if kinds <= {str if to is OptimStateKeyType.PARAM_NAME else int}:
         return state
-    found = keyed(ModelNames.of(module), optim, optim_input, by_name=False)
+    found = find_parameters(ModelNames.of(module), optim, optim_input, by_name=False)
     table: dict[Any, Any] = {}
     for position, each in found.parameters.items():
         for name in each.names:
@@ -198,7 +198,7 @@ def rekeyed(
         lacking += [key for key in group["params"] if key not in table and key not in lacking]
     if lacking:
         raise OptimizerMismatchError(
-            f"the optimizer's state has {listed(lacking, SHOWN)}, which the module and its "
+            f"the optimizer's state has {format_names(lacking, SHOWN)}, which the module and its "
             "optimizer do not have: pass the module and the optimizer of this state",
             names=map(str, lacking),
         )
@@ -274,7 +274,7 @@ class SavedGroups:
         ]
         if any(names for names, _ in complaints):
             said = "; ".join(
-                f"{listed(names, SHOWN)} {what}" for names, what in complaints if names
+                f"{format_names(names, SHOWN)} {what}" for names, what in complaints if names
             )
             hint = ""
             if any(isinstance(name, int) for name in strange):
@@ -285,7 +285,7 @@ class SavedGroups:
                 names=[str(name) for names, _ in complaints for name in names],
             )
 
-    def matched(self, known: Keyed, optim: Optimizer | None) -> list[dict[str, Any]]:
+    def match(self, known: Keyed, optim: Optimizer | None) -> list[dict[str, Any]]:
         """Returns the groups with keys for parameters. Raises if one group was several (rule 1)."""
         if known.groups is None:
             return self._as_saved(known)

@@ -40,8 +40,8 @@ from sharding.fsdp1.optim_keys import (
     OptimInput,
     OptimState,
     SavedGroups,
+    find_parameters,
     group_of_module,
-    keyed,
 )
 from sharding.fsdp1.optim_state_dicts import NUMBERS, Entries
 from sharding.layout import Layout, Replicate
@@ -80,7 +80,7 @@ def state_to_load(
         saved = _from_first(saved, ranks, group)
 
     def planning() -> _Loading:
-        loading = _Loading(ModelNames.of(module), optim, _checked(saved), ranks, rank0_only)
+        loading = _Loading(ModelNames.of(module), optim, _check(saved), ranks, rank0_only)
         loading.plan(optim_input, by_name)
         return loading
 
@@ -96,7 +96,7 @@ def state_to_load(
     return loading.result
 
 
-def _checked(saved: object) -> OptimState:
+def _check(saved: object) -> OptimState:
     if not isinstance(saved, dict) or "state" not in saved:
         raise ArgumentError(
             '`optim_state_dict` must have the key "state" to be a valid optimizer state dict, and '
@@ -119,7 +119,7 @@ def _from_first(saved: OptimState | None, ranks: Ranks, group: ProcessGroup | No
             key: {entry: _without_memory(value) for entry, value in entries.items()}
             if isinstance(entries, dict)
             else entries
-            for key, entries in _checked(saved)["state"].items()
+            for key, entries in _check(saved)["state"].items()
         }
         outlined = [{**(saved or {}), "state": state}]
         pickle.dumps(outlined)  # raises for a value that cannot be sent, on all ranks
@@ -156,7 +156,7 @@ class _Loading:
 
     def plan(self, optim_input: OptimInput | None, by_name: bool) -> None:
         """Makes the result, except for the elements. Raises OptimizerMismatchError."""
-        known = keyed(self.names, self.optim, optim_input, by_name)
+        known = find_parameters(self.names, self.optim, optim_input, by_name)
         first = self.names.first
         entries = {first.get(name, name): value for name, value in self.saved["state"].items()}
         groups = SavedGroups.of(self.saved, first)
@@ -171,14 +171,14 @@ class _Loading:
                 continue
             if groups is not None:
                 self._check_complete(named, held, entries, groups)
-            state[key] = self._sliced(named, held) if named.slices else self._own(named, held)
+            state[key] = self._slice(named, held) if named.slices else self._own(named, held)
         known_names = taken | set(first) | set({} if groups is None else groups.group_of)
         others = {name: value for name, value in entries.items() if name not in known_names}
         state |= deepcopy(others)
         self.moves.sort(key=lambda move: move.name)  # optimizers of ranks may have other orders
         self.result = {"state": state}
         if groups is not None:
-            self.result["param_groups"] = groups.matched(known, self.optim)
+            self.result["param_groups"] = groups.match(known, self.optim)
 
     def fingerprint(self) -> int:
         """Returns a hash that is equal on ranks that agree."""
@@ -206,7 +206,7 @@ class _Loading:
 
     # State of a part of one parameter, or of several parameters end to end.
 
-    def _sliced(self, named: NamedParameter, held: Mapping[str, Entries]) -> Entries:
+    def _slice(self, named: NamedParameter, held: Mapping[str, Entries]) -> Entries:
         (first, entries), *others = held.items()
         for name, each in others:
             if each.keys() != entries.keys():
@@ -228,7 +228,7 @@ class _Loading:
             if entry not in NUMBERS and all(
                 shape == slices[name].layout.shape for name, shape in shapes.items()
             ):
-                return self._filled(named, slices, spread, entry)
+                return self._fill(named, slices, spread, entry)
             numbers = {n: v for n, v in spread.items() if not isinstance(v, LocalPart)}
             if all(name in numbers and numbers[name].numel() == 1 for name in spread):
                 _check_equal({name: number.item() for name, number in numbers.items()}, entry)
@@ -245,7 +245,7 @@ class _Loading:
         _check_equal(values, entry)
         return deepcopy(next(iter(values.values())))
 
-    def _filled(
+    def _fill(
         self,
         named: NamedParameter,
         slices: Mapping[str, FlatSlice],
@@ -281,7 +281,7 @@ class _Loading:
             local, want = describe(target, path, self.ranks.mesh)
             self._move(path, value, local, want)
             return target
-        copied = self._copied(value)
+        copied = self._copy(value)
         if copied is not None:
             return copied
         shape = tuple(value.shape)
@@ -290,7 +290,7 @@ class _Loading:
         self._move(path, value, full, Layout(shape, self.ranks.mesh, (Replicate(),)))
         return full
 
-    def _copied(self, value: torch.Tensor | LocalPart) -> torch.Tensor | None:
+    def _copy(self, value: torch.Tensor | LocalPart) -> torch.Tensor | None:
         """Returns a full tensor of this rank, in new memory; None if it has none."""
         if isinstance(value, LocalPart | DTensor) or is_sharded(value):
             return None

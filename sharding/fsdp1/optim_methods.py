@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from sharding.fsdp1.optim_keys import OptimInput, OptimState, rekeyed
+from sharding.fsdp1.optim_keys import OptimInput, OptimState, change_keys
 from sharding.fsdp1.optim_loading import state_to_load
 from sharding.fsdp1.optim_state_dicts import OptimRequest, optim_state_of
 from sharding.fsdp1.state_dicts import get_state_dict_type
@@ -155,7 +155,7 @@ class OptimStateDicts:
         optimizer's own. Does not communicate.
         """
         kind: Any = member_of(OptimStateKeyType, optim_state_key_type)
-        return rekeyed(optim_state_dict, kind, model, optim_input, optim)
+        return change_keys(optim_state_dict, kind, model, optim_input, optim)
 
 
 def _is_rank0_only(settings: StateDictSettings) -> bool:

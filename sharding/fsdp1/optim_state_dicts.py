@@ -48,14 +48,14 @@ from sharding.fsdp1.optim_keys import (
     OptimInput,
     OptimState,
     by_name,
+    find_parameters,
     group_of_module,
     is_keyed_by_name,
-    keyed,
     options_of,
 )
 from sharding.fsdp1.state_dicts import mesh_given
 from sharding.kind import Kind
-from sharding.reshard.kinds import converted
+from sharding.reshard.kinds import convert_kind
 
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 """Entries of torch's optimizers that are one number for any parameter."""
@@ -100,7 +100,7 @@ def optim_state_of(
 
     def planning() -> _Plan:
         names = ModelNames.of(module)
-        found = keyed(names, optim, optim_input, is_keyed_by_name(state))
+        found = find_parameters(names, optim, optim_input, is_keyed_by_name(state))
         places = {name: place for place, name in enumerate(names.first)}
         in_order = sorted(found.parameters.items(), key=lambda item: places[item[1].names[0]])
         return _Plan.of(replace(found, parameters=dict(in_order)), state)
@@ -128,12 +128,12 @@ def optim_state_of(
     made: Made = {}
     if wanted.kind is Kind.SHARDED:
         made = ranks.run_on_all("moving rows", lambda: _rows(plan, wanted, module))
-    made |= _converted(plan, wanted, made)
+    made |= _convert(plan, wanted, made)
     if wanted.rank0_only and ranks.rank > 0:
         return {}
     entries = {
         name: {
-            entry: made[name, entry] if (name, entry) in made else _copied(value, wanted.to_cpu)
+            entry: made[name, entry] if (name, entry) in made else _copy(value, wanted.to_cpu)
             for entry, value in held.items()
         }
         for name, held in plan.entries.items()
@@ -179,7 +179,7 @@ class _Plan:
                 }
                 plan.entries[name] = entries
                 plan.described[name] = _Described(
-                    part.hi > part.lo, {e: _described(name, e, v) for e, v in entries.items()}
+                    part.hi > part.lo, {e: _describe(name, e, v) for e, v in entries.items()}
                 )
         keys = set(known.parameters)
         plan.others.update({k: v for k, v in state["state"].items() if k not in keys})
@@ -222,7 +222,7 @@ class _Plan:
         part = named.slices[named.names.index(name)]
         nothing = named.parameter.detach().reshape(-1)[:0]
         self.entries[name] = {
-            entry: mine[entry] if has_elements else _made(said_of, LocalPart(nothing, part.layout))
+            entry: mine[entry] if has_elements else _make(said_of, LocalPart(nothing, part.layout))
             for entry, said_of in wanted.entries.items()
         }
 
@@ -234,7 +234,7 @@ def _is_divided(named: NamedParameter, entry: object, value: object) -> bool:
     return value.shape == named.parameter.shape
 
 
-def _described(name: str, entry: object, value: object) -> tuple[Any, ...]:
+def _describe(name: str, entry: object, value: object) -> tuple[Any, ...]:
     if isinstance(value, LocalPart):
         return "divided", value.dtype
     if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -248,7 +248,7 @@ def _described(name: str, entry: object, value: object) -> tuple[Any, ...]:
     return "value", value
 
 
-def _made(said: tuple[Any, ...], part: LocalPart) -> object:
+def _make(said: tuple[Any, ...], part: LocalPart) -> object:
     """Returns another rank's entry, on a rank without elements of the parameter."""
     if said[0] == "divided":
         return LocalPart(part.local.to(said[1]), part.layout)
@@ -261,7 +261,7 @@ Made = dict[tuple[str, Any], Any]
 """Values of the result, by name and entry."""
 
 
-def _converted(plan: _Plan, wanted: OptimRequest, made: Made) -> Made:
+def _convert(plan: _Plan, wanted: OptimRequest, made: Made) -> Made:
     """Returns the divided tensors still to make, of the wanted kind. All ranks call this."""
     places = [
         (name, entry)
@@ -269,7 +269,7 @@ def _converted(plan: _Plan, wanted: OptimRequest, made: Made) -> Made:
         for entry, value in by_name(entries)
         if isinstance(value, LocalPart | DTensor) and (name, entry) not in made
     ]
-    found = converted(
+    found = convert_kind(
         {f"{name}.{entry}": plan.entries[name][entry] for name, entry in places},
         wanted.kind,
         rank0_only=wanted.rank0_only,
@@ -281,7 +281,7 @@ def _converted(plan: _Plan, wanted: OptimRequest, made: Made) -> Made:
         if f"{name}.{entry}" in found:
             value = found[f"{name}.{entry}"]
             shares = _memory(value) == _memory(plan.entries[name][entry])
-            results[name, entry] = _copied(value, to_cpu=False) if shares else value
+            results[name, entry] = _copy(value, to_cpu=False) if shares else value
     return results
 
 
@@ -319,7 +319,7 @@ def _rows(plan: _Plan, wanted: OptimRequest, module: nn.Module) -> Made:
     return made
 
 
-def _copied(value: Any, to_cpu: bool) -> Any:
+def _copy(value: Any, to_cpu: bool) -> Any:
     """Returns a copy of a value, which shares no memory."""
     if not isinstance(value, torch.Tensor):
         return deepcopy(value)

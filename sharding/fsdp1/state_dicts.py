@@ -39,7 +39,7 @@ from sharding.engine.parameter import local_of
 from sharding.engine.unit import UNIT
 from sharding.errors import ArgumentError, ShardingError
 from sharding.fsdp1.entry_point import EntryPoint, check_units, entry_point_of, entry_points
-from sharding.fsdp1.flat_states import FlatPart, RowLoading, by_rows, unsharded_as_used
+from sharding.fsdp1.flat_states import FlatPart, RowLoading, by_rows, use_unsharded
 from sharding.fsdp1.unsharded import UnshardedParameters
 from sharding.policies import (
     FullStateDictConfig,
@@ -49,7 +49,7 @@ from sharding.policies import (
     StateDictType,
 )
 from sharding.reshard.dtensor_state_dicts import choose, chosen_for
-from sharding.state_dict_settings import checked_settings, default_settings, in_force
+from sharding.state_dict_settings import check_settings, default_settings, in_force
 
 
 def set_state_dict_type(
@@ -63,7 +63,7 @@ def set_state_dict_type(
     Raises ArgumentError if the instances have different settings.
     """
     before = get_state_dict_type(module)
-    chosen = checked_settings(state_dict_type, state_dict_config, optim_state_dict_config)
+    chosen = check_settings(state_dict_type, state_dict_config, optim_state_dict_config)
     instances = list(entry_points(module))
     for entry_point in instances:
         entry_point.state_dict_settings = chosen
@@ -111,7 +111,7 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
 def default_settings_of(module: nn.Module) -> StateDictSettings:
     """Returns the settings for full state dicts; for sharded ones if parameters are DTensors."""
     if any(hasattr(p, UNIT) and entry_point_of(p) is None for p in module.modules()):
-        return checked_settings(StateDictType.SHARDED_STATE_DICT, None, None)
+        return check_settings(StateDictType.SHARDED_STATE_DICT, None, None)
     return default_settings()
 
 
@@ -327,7 +327,7 @@ class _Hooks:
                 given = [key for key in keys if isinstance(state.get(inside + key), torch.Tensor)]
                 for key in keys if given else ():  # a missing tied name belongs to another unit
                     value = state[inside + (key if key in given else given[0])]
-                    state[inside + key] = unsharded_as_used(value, parameter)
+                    state[inside + key] = use_unsharded(value, parameter)
 
     def after_loading(self, module: nn.Module, incompatible: Any) -> None:
         """Writes loaded values into the shards; reports misfits by names of the module."""
@@ -426,7 +426,7 @@ def local_keys(entry_point: EntryPoint) -> list[OwnKeys]:
 
 def in_order(module: nn.Module, keys: list[str]) -> list[str]:
     """Returns keys in the module's order; a key that it lacks follows the same key as before."""
-    place = {key: at for at, key in enumerate(_expected(module))}
+    place = {key: at for at, key in enumerate(_iter_expected(module))}
     places: dict[str, int] = {}
     last = -1
     for key in keys:
@@ -435,7 +435,7 @@ def in_order(module: nn.Module, keys: list[str]) -> list[str]:
     return sorted(keys, key=places.__getitem__)
 
 
-def _expected(module: nn.Module) -> Iterator[str]:
+def _iter_expected(module: nn.Module) -> Iterator[str]:
     flattened = {
         part: names
         for entry_point in entry_points(module)

@@ -26,7 +26,7 @@ from sharding.fsdp1.entry_point import check_units
 
 
 @contextmanager
-def summoned(
+def summon(
     module: nn.Module,
     recurse: bool,
     writeback: bool,
@@ -57,14 +57,14 @@ def summoned(
         for unit in units:
             for param_group in flat_param_groups(unit.param_groups):
                 stack.enter_context(
-                    _unsharded(param_group, writeback, rank0_only, offload_to_cpu, with_grads)
+                    _unshard(param_group, writeback, rank0_only, offload_to_cpu, with_grads)
                 )
-            stack.enter_context(_marked(unit, rank0_only))
+            stack.enter_context(_mark(unit, rank0_only))
         yield
 
 
 @contextmanager
-def _marked(unit: Unit, rank0_only: bool) -> Iterator[None]:
+def _mark(unit: Unit, rank0_only: bool) -> Iterator[None]:
     unit.whole = Whole.EVERYWHERE
     if rank0_only:
         first = all(is_first(group) for group in flat_param_groups(unit.param_groups))
@@ -76,7 +76,7 @@ def _marked(unit: Unit, rank0_only: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _unsharded(
+def _unshard(
     param_group: FlatParamGroup,
     writeback: bool,
     rank0_only: bool,
@@ -106,7 +106,7 @@ class UnshardedParameters:
         param_group.reshard()
         param_group.settle_replaced()
         self._buffer = param_group.fetch()
-        self._gradients = _unsharded_gradients(param_group) if with_grads else None
+        self._gradients = _unshard_gradients(param_group) if with_grads else None
         if to_cpu:
             self._buffer = self._buffer.to(torch.device("cpu"))
         self._shown: list[nn.Parameter] = []
@@ -158,7 +158,7 @@ class UnshardedParameters:
         self._collect()
         whole = [(0, self._buffer.numel)]
         with torch.no_grad():
-            parts = zip(buffer.parts(whole), buffer.cut(whole, [self._buffer.raw]), strict=True)
+            parts = zip(buffer.parts(whole), buffer.split(whole, [self._buffer.raw]), strict=True)
             for part, values in parts:
                 part.copy_(values)
         if not param_group.form.use_orig_params:  # forward has plain tensors in their places
@@ -250,7 +250,7 @@ def _refuse_gradient(unsharded: nn.Parameter, name: str) -> None:
         get_gradient_edge(unsharded).node.register_prehook(refuse)
 
 
-def _unsharded_gradients(param_group: FlatParamGroup) -> list[torch.Tensor | None]:
+def _unshard_gradients(param_group: FlatParamGroup) -> list[torch.Tensor | None]:
     """Returns the unsharded gradients; None for a gradient that no rank has. Waits."""
     packing = param_group.packing
     parts = [param_group.gradient_part(index) for index in range(len(param_group.parameters))]

@@ -2,7 +2,7 @@
 
 Rules:
 
-1. `planned` changes nothing. It asks the policy all questions and raises all errors before
+1. `plan_wraps` changes nothing. It asks the policy all questions and raises all errors before
    `auto_wrap` changes the first module.
 2. Children come before parents, siblings in the order of registration: a wrapper takes the
    parameters that the wrappers below it have not taken.
@@ -48,7 +48,7 @@ class WrapPlan:
     """The modules that compute without mixed precision; ignored ones are not wrapped."""
 
 
-def planned(
+def plan_wraps(
     root: nn.Module,
     policy: TreePolicy | CallablePolicy,
     *,
@@ -69,7 +69,7 @@ def planned(
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
     >>> from sharding.wrap import ModuleWrapPolicy
-    >>> plan = planned(model, ModuleWrapPolicy({nn.Sequential}), root_kwargs={"device_id": None})
+    >>> plan = plan_wraps(model, ModuleWrapPolicy({nn.Sequential}), root_kwargs={"device_id": None})
     >>> plan.kwargs == {model[1]: {"device_id": None}}
     True
     """

@@ -25,11 +25,11 @@ from sharding.fsdp1.entry_point import (
     FlatSettings,
     Groups,
     check_not_sharded,
+    choose_strategy,
     chosen_groups,
     entry_points,
+    find_ignored,
     hybrid_groups_of,
-    ignored_of,
-    settled_strategy,
     wrap_inside,
 )
 from sharding.fsdp1.optim_methods import OptimStateDicts
@@ -40,7 +40,7 @@ from sharding.fsdp1.state_dicts import (
     state_dict_type,
 )
 from sharding.fsdp1.torch_state_dict import connect
-from sharding.fsdp1.unsharded import summoned
+from sharding.fsdp1.unsharded import summon
 from sharding.policies import (
     BackwardPrefetch,
     CPUOffload,
@@ -122,11 +122,11 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
     ) -> None:
         super().__init__()
         check_not_sharded(module)
-        ignored = ignored_of(module, ignored_modules, ignored_states)
+        ignored = find_ignored(module, ignored_modules, ignored_states)
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         has_policy = auto_wrap_policy is not None
         groups = chosen_groups(strategy, process_group, device_mesh, has_policy)
-        settled = settled_strategy(sharding_strategy, groups)
+        settled = choose_strategy(sharding_strategy, groups)
         hybrid = hybrid_groups_of(settled, groups, device_mesh)
         shared: dict[str, Any] = {
             "backward_prefetch": backward_prefetch,
@@ -403,7 +403,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         With `rank0_only`, only the first rank has unsharded parameters, and its changes count.
         `with_grads` adds unsharded gradients. Raises AssertionError in forward or backward.
         """
-        return summoned(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+        return summon(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
 
     set_state_dict_type = staticmethod(set_state_dict_type)
     get_state_dict_type = staticmethod(get_state_dict_type)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from sharding.describe.dtensor import check_gathers
-from sharding.discovery import FreeParameter, borrowed_param_group, free_parameters
+from sharding.discovery import FreeParameter, find_tied_group, free_parameters
 from sharding.engine.chunk_param_group import ChunkParamGroup, MeshGroups
 from sharding.engine.extensions import is_hooked
 from sharding.engine.forward_hooks import ForwardHooks
@@ -91,13 +91,13 @@ def fully_shard(
     taken = [found for found in free if found.borrowed is None]
     # All checks, for every parameter, before any parameter is replaced.
     dims = [_dimension(found, shard_placement_fn) for found in taken]
-    entries = list(map(partial(_sharded, placing, offload), taken, dims))
+    entries = list(map(partial(_shard, placing, offload), taken, dims))
     _check_ranks(mesh, entries)
-    borrowed = list(dict.fromkeys(b for b in map(borrowed_param_group, free) if b is not None))
+    borrowed = list(dict.fromkeys(b for b in map(find_tied_group, free) if b is not None))
     alike: dict[tuple[torch.dtype, bool], list[Parameter]] = {}
     for found, entry in zip(taken, entries, strict=True):
         entry.place(entry.sharded)
-        found.taken_as(entry)
+        found.assign(entry)
         alike.setdefault((entry.sharded.dtype, entry.sharded.requires_grad), []).append(entry)
     param_groups: list[ParamGroup] = []
     for together in alike.values():
@@ -149,7 +149,7 @@ def _dimension(found: FreeParameter, placement_fn: PlacementFunction | None) -> 
     return placement.dim % parameter.ndim
 
 
-def _sharded(placing: MeshGroups, offload: bool, found: FreeParameter, dim: int) -> Parameter:
+def _shard(placing: MeshGroups, offload: bool, found: FreeParameter, dim: int) -> Parameter:
     parameter = found.parameter
     sharded = placing.parameter(parameter, dim, offload)
     is_hooked(sharded, found.name)
@@ -193,7 +193,7 @@ def become_unit(module: nn.Module, unit: Unit, forward_hooks: ForwardHooks) -> N
     unit.hook_state_dict(module)
     setattr(module, UNIT, unit)
     setattr(module, _FORWARD_HOOKS, forward_hooks)
-    module.__class__ = _sharded_class(type(module))
+    module.__class__ = _shard_class(type(module))
 
 
 class FSDPModule:
@@ -347,7 +347,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             args, kwargs = forward_hooks.before(self, args, kwargs)
             return forward_hooks.after(self, args, method(*args, **kwargs))
         finally:
-            forward_hooks.ended(self, args, None)
+            forward_hooks.end_failed(self, args, None)
 
     setattr(module, method_name, MethodType(as_forward, module))
 
@@ -390,7 +390,7 @@ def _param_groups(module: object, recurse: bool) -> list[ParamGroup]:
     return [param_group for unit in _units(module, recurse) for param_group in unit.param_groups]
 
 
-def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+def _shard_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Returns the class with FSDPModule's methods: one per class, so that `type(a) is type(b)`."""
     made = _classes.get(cls) or type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
     return _classes.setdefault(cls, made)

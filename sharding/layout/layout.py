@@ -37,10 +37,10 @@ from sharding.layout.placement import (
     Split,
     StridedShard,
     chunk,
-    cut,
     inside,
     length,
-    placed,
+    take_part,
+    take_range,
     touching,
 )
 
@@ -176,7 +176,7 @@ class Layout:
         ):
             if isinstance(placement, (Shard, StridedShard)):
                 dim = placement.dim
-                segments[dim] = cut(segments[dim], size, index, placement.split)
+                segments[dim] = take_part(segments[dim], size, index, placement.split)
         return segments
 
     def _span(self, coordinate: Sequence[int], numel: int) -> tuple[int, int]:
@@ -236,7 +236,7 @@ def _to_global(
 ) -> Iterator[tuple[Box, int]]:
     """Yields the global boxes of a box of the local array, each with its index in that array."""
     per_dim = [
-        placed(dim, lo, hi) for dim, lo, hi in zip(segments, local.lo, local.hi, strict=True)
+        take_range(dim, lo, hi) for dim, lo, hi in zip(segments, local.lo, local.hi, strict=True)
     ]
     for parts in product(*per_dim):
         box = Box(tuple(part[0] for part in parts), tuple(part[1] for part in parts))
@@ -302,7 +302,7 @@ def _along_dims(
             found = [
                 (
                     {**indices, axis: index},
-                    [*left[:dim], cut(left[dim], size, index, split), *left[dim + 1 :]],
+                    [*left[:dim], take_part(left[dim], size, index, split), *left[dim + 1 :]],
                 )
                 for indices, left in found
                 for index in touching(left[dim], size, box.lo[dim], box.hi[dim], split)

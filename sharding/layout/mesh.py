@@ -65,7 +65,7 @@ class Mesh:
             for size, stride in zip(self.sizes, self.strides, strict=True)
         )
         digits = _digits(self.sizes, row_major(self.sizes) if self.table else strides)
-        if not _nested(digits):
+        if not _is_nested(digits):
             raise ArgumentError(
                 f"a mesh of {self.sizes} with strides {self.strides} is not nested: use "
                 "Mesh.of_ranks with its ranks"
@@ -95,7 +95,7 @@ class Mesh:
             ranks[step] - ranks[0] if size > 1 else 0
             for size, step in zip(sizes, row_major(sizes), strict=True)
         )
-        if _nested(_digits(sizes, strides)):
+        if _is_nested(_digits(sizes, strides)):
             nested = cls(names, sizes, ranks[0], strides)
             if tuple(nested.ranks()) == ranks:
                 return nested
@@ -198,7 +198,7 @@ def _digits(sizes: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, in
     return tuple(sorted(digits, key=lambda digit: -digit[2]))
 
 
-def _nested(digits: Sequence[tuple[int, int, int, int]]) -> bool:
+def _is_nested(digits: Sequence[tuple[int, int, int, int]]) -> bool:
     reach = 0
     for _, size, step, _ in reversed(digits):
         if step <= reach:

@@ -125,10 +125,10 @@ def chunk(numel: int, parts: int, index: int) -> tuple[int, int]:
     return min(numel, index * step), min(numel, (index + 1) * step)
 
 
-def cut(segments: Segments, size: int, index: int, split: int = 1) -> Segments:
+def take_part(segments: Segments, size: int, index: int, split: int = 1) -> Segments:
     """Returns the indices of coordinate `index` of `size`: its part of each of `split` chunks.
 
-    >>> cut(((0, 8),), 2, 1), cut(((0, 8),), 2, 1, split=2)
+    >>> take_part(((0, 8),), 2, 1), take_part(((0, 8),), 2, 1, split=2)
     (((4, 8),), ((2, 4), (6, 8)))
     """
     if split == 1 and len(segments) == 1:  # nearly all cuts
@@ -177,10 +177,10 @@ def inside(segments: Segments, lo: int, hi: int) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def placed(segments: Segments, lo: int, hi: int) -> list[tuple[int, int, int]]:
+def take_range(segments: Segments, lo: int, hi: int) -> list[tuple[int, int, int]]:
     """Returns indices at positions `[lo, hi)`, as (first index, one past it, first position).
 
-    >>> placed(((0, 2), (5, 9)), 1, 4)
+    >>> take_range(((0, 2), (5, 9)), 1, 4)
     [(1, 2, 1), (5, 7, 2)]
     """
     found, at = [], 0
@@ -193,7 +193,7 @@ def placed(segments: Segments, lo: int, hi: int) -> list[tuple[int, int, int]]:
 
 
 def _between(segments: Segments, lo: int, hi: int) -> Iterator[tuple[int, int]]:
-    for start, stop, _ in placed(segments, lo, hi):
+    for start, stop, _ in take_range(segments, lo, hi):
         yield start, stop
 
 

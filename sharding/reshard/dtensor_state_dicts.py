@@ -37,7 +37,7 @@ from sharding.errors import LocalShapeError, ShardingError
 from sharding.kind import Kind
 from sharding.layout import Layout, Replicate
 from sharding.policies import FullStateDictConfig, StateDictSettings, StateDictType
-from sharding.reshard.kinds import converted, dtensor_like, group_of, group_over
+from sharding.reshard.kinds import convert_kind, dtensor_like, group_of, group_over
 from sharding.reshard.redistribute import Move, redistribute
 from sharding.state_dict_settings import KIND_OF, is_local_forced
 
@@ -96,7 +96,7 @@ def _convert(
     group: ProcessGroup | None,
 ) -> None:
     given: dict[str, TensorLike] = {key: state[key] for key in dict.fromkeys(first.values())}
-    made = converted(given, kind, rank0_only=rank0_only, offload_to_cpu=to_cpu, group=group)
+    made = convert_kind(given, kind, rank0_only=rank0_only, offload_to_cpu=to_cpu, group=group)
     state.update({key: made[other] for key, other in first.items() if other in made})
 
 

@@ -66,9 +66,9 @@ def _find(group: ProcessGroup | None) -> bool:
         with suppress(OSError):  # this rank has no memory, and no other rank finds it
             descriptor = _new_memory(number, 1)
         mine = _PLACE.pack(os.getpid(), descriptor, number)
-        everyone = _PLACE.iter_unpack(ranks.joined(STAGE, mine, b"".join))
+        everyone = _PLACE.iter_unpack(ranks.merge_records(STAGE, mine, b"".join))
         is_mapped = all(_is_mapped(*place) for place in everyone)
-        answers = ranks.joined(STAGE, bytes([is_mapped]), b"".join)
+        answers = ranks.merge_records(STAGE, bytes([is_mapped]), b"".join)
     finally:
         if descriptor >= 0:
             os.close(descriptor)
@@ -89,7 +89,7 @@ def _host() -> int:
 
 def _is_mapped(process: int, descriptor: int, number: int) -> bool:
     with suppress(TransferError):
-        return len(_opened(process, descriptor, number, 1)) == 1
+        return len(_open(process, descriptor, number, 1)) == 1
     return False
 
 
@@ -136,7 +136,7 @@ class HostMemory:
             self._number = secrets.randbits(62)
             try:
                 self._descriptor = _new_memory(self._number, nbytes)
-                self._mine = _mapped(self._descriptor, nbytes)
+                self._mine = _map(self._descriptor, nbytes)
             except OSError as error:
                 raise ShardingError(
                     f"this host gives no {nbytes:,} bytes of shared memory for messages: {error}; "
@@ -154,7 +154,7 @@ class HostMemory:
         process, descriptor, number, size, at, _ = note.tolist()
         known, memory = self._theirs.get(process, (0, self._mine))
         if known != number:
-            memory = _opened(process, descriptor, number, size)
+            memory = _open(process, descriptor, number, size)
             self._theirs[process] = number, memory
         return memory[at : at + nbytes]
 
@@ -176,7 +176,7 @@ class HostMemory:
         self.close()
 
 
-def _opened(process: int, descriptor: int, number: int, nbytes: int) -> torch.Tensor:
+def _open(process: int, descriptor: int, number: int, nbytes: int) -> torch.Tensor:
     """Returns the memory that another process has (rule 3)."""
     path = f"/proc/{process}/fd/{descriptor}"
     try:
@@ -184,7 +184,7 @@ def _opened(process: int, descriptor: int, number: int, nbytes: int) -> torch.Te
             raise TransferError(f"{path} is another file than the memory of a rank")
         opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            return _mapped(opened, nbytes)
+            return _map(opened, nbytes)
         finally:
             os.close(opened)
     except OSError as error:
@@ -195,5 +195,5 @@ def _opened(process: int, descriptor: int, number: int, nbytes: int) -> torch.Te
         ) from error
 
 
-def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
+def _map(descriptor: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)

@@ -44,7 +44,7 @@ from sharding.torch_versions import root_mesh
 _meshes: WeakKeyDictionary[ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 
 
-def converted(
+def convert_kind(
     tensors: Mapping[str, TensorLike],
     kind: Kind,
     *,
@@ -71,7 +71,7 @@ def converted(
         ShardingError: a tensor does not fit its layout, or ranks give different tensors. On all
             ranks (RankError if another rank fails), before any tensor moves.
 
-    >>> converted({"w": torch.ones(3)}, Kind.LOCAL)["w"].layout.shape
+    >>> convert_kind({"w": torch.ones(3)}, Kind.LOCAL)["w"].layout.shape
     (3,)
     """
     ranks = Ranks(group)
@@ -188,9 +188,9 @@ class _Targets:
         if self.kind is Kind.FULL:
             if self.rank0_only:
                 return Layout.single(shape, world.rank((0,)))
-            return _replicated(shape, world)
+            return _make_replicated(shape, world)
         if not shape:
-            return _replicated(shape, world)
+            return _make_replicated(shape, world)
         is_divided = any(
             size > 1 and not isinstance(placement, Replicate)
             for size, placement in zip(have.mesh.sizes, have.placements, strict=True)
@@ -265,7 +265,7 @@ def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
     )
 
 
-def _replicated(shape: tuple[int, ...], world: Mesh) -> Layout:
+def _make_replicated(shape: tuple[int, ...], world: Mesh) -> Layout:
     return Layout(shape, world, (Replicate(),))
 
 

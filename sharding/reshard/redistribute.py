@@ -251,12 +251,12 @@ class _Batch:
                     self._copy(_view(source, copy.source), place)
                 continue
             message = self._in.setdefault(copy.source_rank, _Message())
-            message.nbytes += _padded(copy.target.box.numel * itemsize)
+            message.nbytes += _pad(copy.target.box.numel * itemsize)
             if place is not None:
                 message.parts.append(place)
         for copy in plan.sends:
             message = self._out.setdefault(copy.target_rank, _Message())
-            message.nbytes += _padded(copy.source.box.numel * itemsize)
+            message.nbytes += _pad(copy.source.box.numel * itemsize)
             if source is not None:
                 message.parts.append(_view(source, copy.source))
                 message.places.append((self._tensors, copy.source))
@@ -284,7 +284,7 @@ class _Batch:
             rank: torch.empty(HEADER_BYTES + message.nbytes, dtype=torch.uint8, device=device)
             for rank, message in self._in.items()
         }
-        outgoing = self._packed(device)
+        outgoing = self._pack_messages(device)
         marks = [_mark_of(buffer) for buffer in incoming.values()]
         if device.type == "cpu":
             self._send_and_receive(incoming, outgoing)
@@ -294,7 +294,7 @@ class _Batch:
             failures.later += marks
         self._take(lambda rank: incoming[rank][HEADER_BYTES:])
 
-    def _packed(self, device: torch.device) -> dict[int, torch.Tensor]:
+    def _pack_messages(self, device: torch.device) -> dict[int, torch.Tensor]:
         """Returns the messages by receiver; of a rank that has failed, its mark alone (rule 5)."""
         failures = self._failures
         packed: dict[tuple[tuple[int, Piece], ...], torch.Tensor] = {}
@@ -414,7 +414,7 @@ def _view(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
     return flat.as_strided(piece.box.shape, piece.strides, at)
 
 
-def _padded(nbytes: int) -> int:
+def _pad(nbytes: int) -> int:
     """Returns the bytes of a part in a message, with padding."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
@@ -425,7 +425,7 @@ def _places(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterator[to
     for part in parts:
         nbytes = part.numel() * part.itemsize
         yield message[at : at + nbytes].view(part.dtype).view(part.shape)
-        at += _padded(nbytes)
+        at += _pad(nbytes)
 
 
 def _new_message(nbytes: int, mark: int, device: torch.device) -> torch.Tensor:

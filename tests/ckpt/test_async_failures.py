@@ -22,7 +22,7 @@ from torch import nn
 import ckpt
 from ckpt.errors import StoreError
 from ckpt.opening import in_flight
-from ckpt.plan.reuse import collected_later
+from ckpt.plan.reuse import pause_collection
 from ckpt.saving.arena import Arena
 from ckpt.saving.writers import WriterProcess, arena_writer
 from ckpt.transfer.write_job import error_message, read_answer
@@ -172,7 +172,7 @@ def test_an_interrupt_as_garbage_is_put_off_leaves_it_collected(
 
     monkeypatch.setattr(gc, "disable", disabling)
     try:
-        with pytest.raises(KeyboardInterrupt), collected_later():
+        with pytest.raises(KeyboardInterrupt), pause_collection():
             raise AssertionError("it was interrupted before")
         assert gc.isenabled()
     finally:

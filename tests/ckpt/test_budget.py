@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.arguments import DEFAULT_BYTES, LEAST_BYTES, VARIABLE, memory_budget, parsed
+from ckpt.arguments import DEFAULT_BYTES, LEAST_BYTES, VARIABLE, memory_budget, parse_bytes
 
 
 @given(count=st.integers(9, 1 << 20), unit=st.sampled_from(["MiB", "GiB", " MiB", "MB", "G"]))
 def test_a_number_with_a_unit_is_so_many_bytes(count: int, unit: str) -> None:
     sizes = {"MiB": 2**20, "GiB": 2**30, "MB": 10**6, "G": 10**9}
-    assert parsed(f"{count}{unit}") == count * sizes[unit.strip()]
+    assert parse_bytes(f"{count}{unit}") == count * sizes[unit.strip()]
 
 
 def test_a_number_alone_is_bytes_and_nothing_is_the_default(

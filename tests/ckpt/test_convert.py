@@ -476,7 +476,7 @@ def test_a_source_cut_along_its_columns_is_put_together(tmp_path: Path, target: 
         block = memoryview(part.contiguous().numpy()).cast("B")
         tensor = OutgoingTensor("w", tuple(part.shape), BY_NAME["F32"], stream(block))
         with store.create(name) as file:
-            files.append(write_shard(file, [tensor]).named(name, rank))
+            files.append(write_shard(file, [tensor]).to_file(name, rank))
     stored = StoredTensor(layout.shape, BY_NAME["F32"], layout)
     manifest = Manifest({"w": stored}, {}, {"w": TensorRef("w")}, files)
     store.commit("manifest.json", dump(manifest), replace=False)

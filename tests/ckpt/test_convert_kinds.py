@@ -40,7 +40,7 @@ from sharding.describe.members import LocalPart
 from sharding.kind import Kind
 from sharding.layout import Layout, Mesh, Piece
 from sharding.layout import Shard as Rows
-from sharding.reshard.kinds import converted
+from sharding.reshard.kinds import convert_kind
 from tests.selection import examples
 from tools.main import main
 
@@ -175,7 +175,7 @@ def test_the_files_are_those_that_real_ranks_write(
 
 def save_converted(kind: str, folder: str) -> None:
     tensors = {name: t for name, t in training_state()["model"].items() if name != "head"}
-    ckpt.save(folder, converted(tensors, Kind(kind)))
+    ckpt.save(folder, convert_kind(tensors, Kind(kind)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

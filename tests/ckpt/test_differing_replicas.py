@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ckpt
-from ckpt.plan.save_plan import SPLIT_BYTES, stored_layouts
+from ckpt.plan.save_plan import SPLIT_BYTES, choose_layouts
 from ckpt.state.flatten import FlatState, Leaf
-from ckpt.state.memory import SAMPLE_BYTES, _gathered, sampled
+from ckpt.state.memory import SAMPLE_BYTES, _gather_sample, take_samples
 from ckpt.transfer.replica_hashes import ReplicaHashes
 from formats.dtypes import BY_NAME
 from formats.native.manifest import StoredTensor
@@ -46,14 +46,14 @@ def test_a_sample_is_of_the_elements_however_they_lie(
     dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     tensor = filled(shape, dtype)
-    sample = sampled([tensor])[0]
+    sample = take_samples([tensor])[0]
     others = [tensor.T.contiguous().T if tensor.ndim == 2 else tensor.clone()]
     others.append(torch.stack([tensor, tensor], -1)[..., 0])
     others.append(torch.cat([filled((1,), torch.uint8), tensor.reshape(-1).view(torch.uint8)])[1:])
     for other in others:
-        assert bytes(sampled([other])[0]) == bytes(sample)
+        assert bytes(take_samples([other])[0]) == bytes(sample)
     if tensor.numel():
-        assert bytes(_gathered(tensor).numpy()) == bytes(sample)
+        assert bytes(_gather_sample(tensor).numpy()) == bytes(sample)
         stored = tensor.reshape(-1).view(torch.uint8).numpy()
         if len(stored) <= SAMPLE_BYTES:
             assert bytes(sample[: len(stored)]) == bytes(stored)
@@ -62,9 +62,9 @@ def test_a_sample_is_of_the_elements_however_they_lie(
 
 def test_a_sample_of_what_is_conjugated_or_negated_is_of_its_values() -> None:
     lazy = torch.randn(50, dtype=torch.complex64).conj()
-    assert np.array_equal(sampled([lazy]), sampled([lazy.resolve_conj()]))
-    assert np.array_equal(sampled([lazy.imag]), sampled([lazy.imag.resolve_neg()]))
-    assert not np.array_equal(sampled([lazy]), sampled([lazy.conj()]))
+    assert np.array_equal(take_samples([lazy]), take_samples([lazy.resolve_conj()]))
+    assert np.array_equal(take_samples([lazy.imag]), take_samples([lazy.imag.resolve_neg()]))
+    assert not np.array_equal(take_samples([lazy]), take_samples([lazy.conj()]))
 
 
 GROUPS = st.sampled_from(
@@ -122,8 +122,8 @@ def test_what_differs_is_stored_by_the_replica_of_the_lowest_rank_with_all_of_it
         "a.w": on(odd, Same(), Cut(0)),
         "b.w": on(odd, Same(), Cut(0), rows=SPLIT_BYTES),
     }
-    usual = stored_layouts(tensors)
-    stored = stored_layouts(tensors, ["a.bn.var", "a.w"])
+    usual = choose_layouts(tensors)
+    stored = choose_layouts(tensors, ["a.bn.var", "a.w"])
     for name in ("a.bn.sub.w", "b.w"):
         assert stored[name] == usual[name]
     for name in ("a.bn.mean", "a.bn.var"):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ckpt.plan.save_plan import stored_layouts
+from ckpt.plan.save_plan import choose_layouts
 from ckpt.state.flatten import FlatState, flatten
 from ckpt.state.merged_state import fingerprints, spec_of
 from ckpt.state.state_spec import StateSpec
@@ -56,7 +56,7 @@ def test_descriptions_that_are_one_object_or_many_make_the_same_plan(
 ) -> None:
     each = {str(i): deepcopy(tensor) for i, tensor in enumerate(names)}
     shared = {name: names[names.index(tensor)] for name, tensor in each.items()}
-    assert stored_layouts(each) == stored_layouts(shared)
+    assert choose_layouts(each) == choose_layouts(shared)
     assert fingerprints(described(each, {}))[0] == fingerprints(described(shared, {}))[0]
 
 

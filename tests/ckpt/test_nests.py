@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import StateError
-from ckpt.state.state_spec import conflicting_values, merged_trees, outline
+from ckpt.state.state_spec import conflicting_values, merge_trees, outline
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import BY_NAME
 
@@ -16,7 +16,7 @@ from formats.dtypes import BY_NAME
 def test_nests_are_united_and_the_lowest_rank_counts() -> None:
     first: Tree = {"a": {"x": 1, "y": [1, None]}, "t": (1, 2), "kept": None, "l": [{"a": 1}]}
     second: Tree = {"a": {"x": 9, "z": 3}, "t": (7, 8, 9), "b": [4], "kept": {}, "l": [{"b": 2}, 3]}
-    whole = merged_trees(first, second, (0, 1))
+    whole = merge_trees(first, second, (0, 1))
     assert whole == {
         "a": {"x": 1, "y": [1, None], "z": 3},
         "t": (1, 2),
@@ -76,7 +76,7 @@ def test_every_key_and_tensor_of_either_nest_is_in_the_merged_one_or_it_is_an_er
     first: Tree, second: Tree
 ) -> None:
     try:
-        whole = merged_trees(first, second, (0, 1))
+        whole = merge_trees(first, second, (0, 1))
     except StateError:
         return
     assert set(keys_in(whole)) == {*keys_in(first), *keys_in(second)}
@@ -90,13 +90,13 @@ def test_a_tensor_is_merged_with_none_and_never_left_out_for_anything_else(
     inner: Callable,
 ) -> None:
     one: Tree = inner(TensorRef("w"))
-    assert merged_trees({"w": None}, {"w": one}, (0, 1)) == {"w": one}
-    assert merged_trees({"w": one}, {"w": None}, (0, 1)) == {"w": one}
+    assert merge_trees({"w": None}, {"w": one}, (0, 1)) == {"w": one}
+    assert merge_trees({"w": one}, {"w": None}, (0, 1)) == {"w": one}
     assert list(conflicting_values({"w": None}, {"w": one})) == []
     for other in (0, "text", (), (TensorRef("w"),)):
         for first, second in ((one, other), (other, one)):
             with pytest.raises(StateError, match=r"w: .* on rank 0, .* on rank 3; give values"):
-                merged_trees({"w": first}, {"w": second}, (0, 3))
+                merge_trees({"w": first}, {"w": second}, (0, 3))
 
 
 def test_parameter_groups_of_ranks_unite_by_their_parameters() -> None:
@@ -105,7 +105,7 @@ def test_parameter_groups_of_ranks_unite_by_their_parameters() -> None:
 
     first = groups((0.1, ["a", "b"]), (0.2, ["c"]))
     second = groups((0.2, ["d"]), (0.3, ["e", "a"]), (0.1, ["f"]), (0.4, ["c"]))
-    whole = merged_trees(first, second, (0, 1))
+    whole = merge_trees(first, second, (0, 1))
     assert whole == groups((0.1, ["a", "b", "f"]), (0.2, ["c", "d"]), (0.3, ["e"]))
     assert list(conflicting_values(first, whole)) == []
     assert list(conflicting_values(second, whole)) == ["param_groups.1.lr", "param_groups.3.lr"]
@@ -122,11 +122,11 @@ def test_a_parameter_group_has_the_options_that_any_rank_has_for_its_parameters(
     def groups(**options: Tree) -> Tree:
         return [{"lr": 0.1, **options, "params": ["a", "b"]}]
 
-    whole = merged_trees(groups(seed_0=1), groups(seed_1=2, lr=0.3), (0, 1))
+    whole = merge_trees(groups(seed_0=1), groups(seed_1=2, lr=0.3), (0, 1))
     assert whole == groups(seed_0=1, seed_1=2)
     assert list(conflicting_values(groups(seed_1=2, lr=0.3), whole, "optim")) == ["optim.0.lr"]
     both: Tree = [{"k": 1, "params": ["b"]}, {"j": 2, "params": ["a", "new"]}]
-    assert merged_trees(groups(), both, (0, 1)) == [
+    assert merge_trees(groups(), both, (0, 1)) == [
         {"lr": 0.1, "k": 1, "j": 2, "params": ["a", "b"]},
         {"j": 2, "params": ["new"]},
     ]

@@ -15,7 +15,7 @@ import xxhash
 from fsspec.implementations.memory import MemoryFileSystem
 
 import ckpt
-from ckpt.loading.newest import committed
+from ckpt.loading.newest import list_committed
 from ckpt.transfer.facts import HEAD_BYTES
 
 
@@ -46,7 +46,7 @@ def test_the_newest_is_the_one_committed_last_whatever_its_name(tmp_path: Path) 
     dated(save(tmp_path / "step-200"), "2026-01-01T00:00:01Z")
     dated(save(tmp_path / "best"), "2025-12-31T23:59:59Z")
     assert ckpt.latest(tmp_path) == str(tmp_path / "step-200")
-    names = [one.name for one in committed(tmp_path, None)]
+    names = [one.name for one in list_committed(tmp_path, None)]
     assert names == ["step-200", "step-300", "best"]
 
 
@@ -61,7 +61,7 @@ def test_a_time_that_is_none_gives_way_to_the_store_s(tmp_path: Path, time: str)
     dated(save(tmp_path / "b"), time)
     os.utime(tmp_path / "b" / "manifest.json", (1e9, 1e9))
     dated(save(tmp_path / "a"), time)
-    assert committed(tmp_path, None)[1][:2] == ("b", "2001-09-09T01:46:40Z")
+    assert list_committed(tmp_path, None)[1][:2] == ("b", "2001-09-09T01:46:40Z")
     assert ckpt.latest(tmp_path) == str(tmp_path / "a")
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 import ckpt
 from ckpt.arguments import VARIABLE
-from ckpt.plan.load_plan import divided
+from ckpt.plan.load_plan import divide_replicas
 from sharding import layout as algebra
 from sharding.layout import FlatShard, Layout, Mesh
 
@@ -159,7 +159,7 @@ def test_shares_are_parts_of_what_a_rank_has_and_hold_every_element_once(
     layout: Layout, data: st.DataObject
 ) -> None:
     turn = data.draw(st.none() | st.integers(0, layout.replicas - 1))
-    shares = divided(layout, turn)
+    shares = divide_replicas(layout, turn)
     held = 0
     for rank in layout.mesh.ranks():
         begin, end = layout.span(rank)

@@ -11,7 +11,7 @@ import pytest
 
 from ckpt.opening.sources import open_source
 from ckpt.plan.read_plan import ReadRequest, requests_for
-from ckpt.plan.save_plan import stored_layouts
+from ckpt.plan.save_plan import choose_layouts
 from ckpt.stores.store import open_store
 from ckpt.transfer.read import Array, bytes_of, read_requests
 from formats.catalog import OutgoingTensor, TensorRef
@@ -88,7 +88,7 @@ def _view(storage: Array, piece) -> np.ndarray:
 def save(folder: Path, world_size: int, named: dict[str, Layout]) -> None:
     """A checkpoint of tensors of these layouts, written rank by rank."""
     state = {name: StoredTensor(layout.shape, I32, layout) for name, layout in named.items()}
-    stored = stored_layouts(state)
+    stored = choose_layouts(state)
     files = []
     with open_store(str(folder)) as store:
         for rank in range(world_size):
@@ -106,7 +106,7 @@ def save(folder: Path, world_size: int, named: dict[str, Layout]) -> None:
             if parts:
                 file_name = f"{7:016x}-{rank:05d}.safetensors"
                 with store.create(file_name) as file:
-                    files.append(write_shard(file, parts).named(file_name, rank))
+                    files.append(write_shard(file, parts).to_file(file_name, rank))
         tree = {name: TensorRef(name) for name in stored}
         store.commit(MANIFEST, dump(Manifest(stored, {}, tree, files)), replace=False)
 

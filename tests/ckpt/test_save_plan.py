@@ -15,8 +15,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ckpt.errors import StateError
-from ckpt.plan.save_plan import SPLIT_BYTES, stored_layouts
-from ckpt.state.state_spec import StateSpec, check_members, merged
+from ckpt.plan.save_plan import SPLIT_BYTES, choose_layouts
+from ckpt.state.state_spec import StateSpec, check_members, merge_specs
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import BY_NAME
 from formats.native.manifest import Manifest, StoredTensor, dump
@@ -106,7 +106,7 @@ def test_each_element_of_any_layout_is_stored_once(
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(import_module("ckpt.plan.save_plan"), "SPLIT_BYTES", split_bytes)
-        stored = stored_layouts(tensors)
+        stored = choose_layouts(tensors)
     assert list(stored) == list(tensors)
     for name, tensor in stored.items():
         assert (times_stored(tensor) == 1).all(), (name, str(tensor.layout))
@@ -131,7 +131,7 @@ def test_replicas_write_evenly_but_for_one_small_tensor(
     tensors = {f"t{i}": plain((size,), world) for i, size in enumerate(sizes)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(import_module("ckpt.plan.save_plan"), "SPLIT_BYTES", split_bytes)
-        stored = stored_layouts(tensors)
+        stored = choose_layouts(tensors)
     written = bytes_by_rank(stored, range(world))
     total = 4 * sum(sizes)
     assert sum(written) == total
@@ -171,7 +171,7 @@ def transformer(world: int, width: int = 768, layers: int = 12) -> dict[str, Sto
 @pytest.mark.thorough
 @pytest.mark.parametrize("world", [2, 3, 8, 64, 512])
 def test_a_replicated_model_is_written_evenly(world: int) -> None:
-    stored = stored_layouts(transformer(world))
+    stored = choose_layouts(transformer(world))
     written = bytes_by_rank(stored, range(world))
     assert max(written) <= 1.05 * sum(written) / world
     assert min(written) >= 0.9 * sum(written) / world
@@ -183,7 +183,7 @@ def test_a_model_sharded_within_replicas_is_written_evenly() -> None:
         name: placed(tensor.shape, mesh, Replicate(), Shard(0))
         for name, tensor in transformer(32).items()
     }
-    written = bytes_by_rank(stored_layouts(tensors), range(32))
+    written = bytes_by_rank(choose_layouts(tensors), range(32))
     assert max(written) <= 1.05 * sum(written) / 32
 
 
@@ -191,14 +191,14 @@ def test_only_the_axes_that_replicate_share_the_work() -> None:
     mesh = Mesh.grid(("a", "b", "c"), (2, 3, 2))
     large = placed((1200, 1000), mesh, Replicate(), Shard(0), Replicate())
     small = placed((12, 5), mesh, Replicate(), Shard(0), Replicate())
-    stored = stored_layouts({"large": large, "small": small})
+    stored = choose_layouts({"large": large, "small": small})
     assert stored["large"].layout.placements == (Split(), Shard(0), Split())
     assert stored["small"].layout.placements == (Only(0), Shard(0), Only(0))
 
 
 def test_small_neighbours_are_stored_by_one_rank() -> None:
     tensors = {f"bn.{i}.{part}": plain((64,), 4) for i in range(40) for part in ("mean", "var")}
-    stored = stored_layouts(tensors)
+    stored = choose_layouts(tensors)
     owners = [stored[name].layout.placements[0] for name in tensors]
     assert owners == sorted(owners, key=lambda only: only.index)  # type: ignore[union-attr]
     assert owners[:2] == [Only(0)] * 2
@@ -212,20 +212,20 @@ def test_a_tensor_alone_or_cut_already_is_stored_as_it_lies() -> None:
         "cut": placed((1000, 1000), mesh, Shard(1)),
         "flat": placed((10, 10), mesh, FlatShard(7, 30)),
     }
-    assert stored_layouts(tensors) == tensors
+    assert choose_layouts(tensors) == tensors
 
 
 def manifest_bytes(world: int, tensors: Mapping[str, StoredTensor]) -> bytes:
     """The manifest of a state but for its files, which are as many as ranks."""
     tree: Any = {name: TensorRef(name) for name in tensors}
-    return dump(Manifest(stored_layouts(tensors), {}, tree, ()))
+    return dump(Manifest(choose_layouts(tensors), {}, tree, ()))
 
 
 def test_the_manifest_does_not_grow_with_the_world() -> None:
     sizes, kinds = {}, {}
     for world in (8, 4096, 1 << 20):
         tensors = transformer(world)
-        stored = stored_layouts(tensors)
+        stored = choose_layouts(tensors)
         sizes[world] = len(manifest_bytes(world, tensors))
         kinds[world] = len({(t.layout.mesh, t.layout.placements) for t in stored.values()})
     small = sum(len(tensor.shape) == 1 for tensor in transformer(8).values())
@@ -259,7 +259,7 @@ def calls(world: int) -> int:
     before = sys.getprofile()
     sys.setprofile(counted)
     try:
-        stored_layouts(tensors)
+        choose_layouts(tensors)
     finally:
         sys.setprofile(before)
     return count
@@ -316,7 +316,7 @@ def held_by(tensor: StoredTensor) -> list[int]:
 def test_stages_of_a_pipeline_become_one_state() -> None:
     first = described({"embed": plain((9,), 4), "shared": plain((5,), 4)}, stage=0, lr=0.1)
     second = described({"head": plain((7,), 4), "shared": plain((5,), 4)}, stage=1, loss="mse")
-    whole = merged([([0, 1], first), ([2, 3], second)], WORLD)
+    whole = merge_specs([([0, 1], first), ([2, 3], second)], WORLD)
     assert {name: held_by(tensor) for name, tensor in whole.tensors.items()} == {
         "embed": [0, 1],
         "shared": [0, 1, 2, 3],
@@ -324,7 +324,7 @@ def test_stages_of_a_pipeline_become_one_state() -> None:
     }
     assert list(whole.tree) == ["embed", "shared", "stage", "lr", "head", "loss"]  # type: ignore[arg-type]
     assert whole.tree["stage"] == 0  # type: ignore[index, call-overload]
-    for tensor in stored_layouts(whole.tensors).values():
+    for tensor in choose_layouts(whole.tensors).values():
         assert (times_stored(tensor) == 1).all()
 
 
@@ -339,10 +339,10 @@ def test_plain_tensors_are_stored_once_by_ranks_that_have_them(holders: list[set
         (ranks, described({name: plain((11,), 6) for name in names}))
         for names, ranks in kinds.items()
     ]
-    whole = merged(summaries, world)
+    whole = merge_specs(summaries, world)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(import_module("ckpt.plan.save_plan"), "SPLIT_BYTES", 1)
-        stored = stored_layouts(whole.tensors)
+        stored = choose_layouts(whole.tensors)
     for i, ranks in enumerate(holders):
         assert set(held_by(whole.tensors[f"t{i}"])) == ranks
         assert (times_stored(stored[f"t{i}"]) == 1).all()
@@ -356,21 +356,21 @@ def test_shards_on_meshes_of_their_own_are_replicas_of_one_another(
     for ranks in groups:
         mesh = Mesh.of_ranks(("tp",), (2,), ranks)
         summaries.append((sorted(ranks), described({"w": placed((8, 3), mesh, Shard(0))})))
-    tensor = merged(summaries, WORLD).tensors["w"]
+    tensor = merge_specs(summaries, WORLD).tensors["w"]
     assert tensor.layout.placements == (Replicate(), Shard(0))
     assert tensor.layout.mesh.sizes == (2, 2)
     for ranks in groups:
         for index, rank in enumerate(ranks):
             (piece,) = tensor.layout.pieces(rank)
             assert (piece.box.lo[0], piece.box.hi[0]) == (4 * index, 4 * index + 4)
-    (stored,) = stored_layouts({"w": tensor}).values()
+    (stored,) = choose_layouts({"w": tensor}).values()
     assert (times_stored(stored) == 1).all()
 
 
 def test_a_shard_on_part_of_the_ranks_keeps_its_layout() -> None:
     mesh = Mesh.grid(("tp",), (2,), 2)
     tensor = placed((8, 3), mesh, Shard(0))
-    whole = merged([([0, 1], described({})), ([2, 3], described({"w": tensor}))], WORLD)
+    whole = merge_specs([([0, 1], described({})), ([2, 3], described({"w": tensor}))], WORLD)
     assert whole.tensors["w"] == tensor
 
 
@@ -395,7 +395,7 @@ def test_descriptions_that_contradict_each_other_are_named_with_their_ranks(
     first: StoredTensor, second: StoredTensor, message: str
 ) -> None:
     with pytest.raises(StateError, match=f"model.w: .*{message}.*different names"):
-        merged(
+        merge_specs(
             [([0, 1], described({"model.w": first})), ([2, 3], described({"model.w": second}))],
             WORLD,
         )
@@ -405,7 +405,7 @@ def test_descriptions_that_contradict_each_other_are_named_with_their_ranks(
 def test_ranks_that_lack_their_part_of_a_shard_are_named(axis: str) -> None:
     tensor = placed((8,), Mesh.grid((axis,), (4,)), Shard(0))
     with pytest.raises(StateError, match=r"w: rank 0 has .*\[0, 1, 2, 3\], of which \[2, 3\] do"):
-        merged([([0, 1], described({"w": tensor})), ([2, 3], described({}))], WORLD)
+        merge_specs([([0, 1], described({"w": tensor})), ([2, 3], described({}))], WORLD)
 
 
 @given(
@@ -426,11 +426,11 @@ def test_a_rank_may_lack_a_shard_only_if_there_is_nothing_in_it(
     if lacking & holders:
         absent = re.escape(str(sorted(lacking & holders)))
         with pytest.raises(StateError, match=f"of which {absent} do not have it"):
-            merged(summaries, WORLD)
+            merge_specs(summaries, WORLD)
         return
-    whole = merged(summaries, WORLD).tensors
+    whole = merge_specs(summaries, WORLD).tensors
     assert whole == {"w": tensor}
-    (stored,) = stored_layouts(whole).values()
+    (stored,) = choose_layouts(whole).values()
     assert (times_stored(stored) == 1).all()
     assert all(not stored.layout.pieces(rank) for rank in lacking)
 
@@ -443,7 +443,7 @@ def test_meshes_that_overlap_are_an_error_that_names_both() -> None:
         ([1, 2], described({"w": placed((8,), meshes[1], Shard(0))})),
     ]
     with pytest.raises(StateError, match=r"w: .*\[0, 1\] and over \[1, 2\], which overlap"):
-        merged(summaries, WORLD)
+        merge_specs(summaries, WORLD)
 
 
 def test_ties_that_differ_between_ranks_are_named() -> None:
@@ -451,21 +451,21 @@ def test_ties_that_differ_between_ranks_are_named() -> None:
     tied_to_a = StateSpec(tensors, {"c": "a"}, None)
     tied_to_b = StateSpec(tensors, {"c": "b"}, None)
     with pytest.raises(StateError, match="c: tied to a on one rank, to b on rank 2"):
-        merged([([0, 1], tied_to_a), ([2, 3], tied_to_b)], WORLD)
+        merge_specs([([0, 1], tied_to_a), ([2, 3], tied_to_b)], WORLD)
     loose = StateSpec({**tensors, "c": plain((2,), 4)}, {}, None)
     with pytest.raises(StateError, match="c: tied to a on some ranks only"):
-        merged([([0, 1], tied_to_a), ([2, 3], loose)], WORLD)
-    assert merged([([0], tied_to_a), ([1, 2, 3], tied_to_a)], WORLD).aliases == {"c": "a"}
+        merge_specs([([0, 1], tied_to_a), ([2, 3], loose)], WORLD)
+    assert merge_specs([([0], tied_to_a), ([1, 2, 3], tied_to_a)], WORLD).aliases == {"c": "a"}
 
 
 def test_a_contradiction_names_the_first_two_ranks_that_are_in_it() -> None:
     trees: list[Tree] = [{"a": 1}, {"b": None}, {"b": {"x": 1}}, {"b": 2}]
     described = [([2 * rank, 2 * rank + 1], StateSpec({}, {}, t)) for rank, t in enumerate(trees)]
     with pytest.raises(StateError, match=r"b: a dict of 1 on rank 4, 2 on rank 6; give values"):
-        merged(described, WORLD)
+        merge_specs(described, WORLD)
     keys: list[Tree] = [{"d": {1: 0}}, {"d": {"1": 0}}]
     with pytest.raises(StateError, match=r"two entries of the ranks' states.* the name 'd\.1'"):
-        merged([([rank], StateSpec({}, {}, tree)) for rank, tree in enumerate(keys)], WORLD)
+        merge_specs([([rank], StateSpec({}, {}, tree)) for rank, tree in enumerate(keys)], WORLD)
 
 
 def test_ranks_outside_the_group_that_saves_are_named() -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import SGD
 
 import ckpt
-from ckpt.state.subclass_state import CLASS, put_together, taken_apart
+from ckpt.state.subclass_state import CLASS, put_together, take_apart
 from tests.ckpt.quantised import Quantized
 from tests.conftest import Cluster
 
@@ -76,7 +76,7 @@ def test_elsewhere_it_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_what_is_made_of_nothing_else_stays_as_it_is() -> None:
     tensor = torch.ones(2)
-    assert taken_apart(tensor, "w") is tensor
+    assert take_apart(tensor, "w") is tensor
     assert put_together({"a": [tensor, 3]})["a"][0] is tensor
 
 

@@ -364,7 +364,7 @@ def write_native(
                 )
         file = f"{1:016x}-{rank:05d}.safetensors"
         with store.create(file, rewritable=zstd) as out:
-            files.append(write_shard(out, parts, zstd).named(file, rank))
+            files.append(write_shard(out, parts, zstd).to_file(file, rank))
     tree = {name: TensorRef(name) for name in tensors}
     store.commit("manifest.json", dump(Manifest(stored, {}, tree, files)), replace=False)
     return folder

@@ -41,7 +41,7 @@ def write_native(folder: Path, rows: int = ROWS, compress: bool = False) -> Path
             parts.append(OutgoingTensor(name, shape, BY_NAME["F32"], lambda blocks=blocks: blocks))
         name = f"{7:016x}-{rank:05d}.safetensors"
         with store.create(name, rewritable=compress) as file:
-            files.append(write_shard(file, parts, compress).named(name, rank))
+            files.append(write_shard(file, parts, compress).to_file(name, rank))
     stored = StoredTensor(layout.shape, BY_NAME["F32"], layout)
     tree = {"w": TensorRef("w"), "v": TensorRef("v"), "step": 5}
     store.commit(

@@ -25,7 +25,7 @@ SHORT_SECONDS, LONG_SECONDS = 2.0, 100.0
 SAVING = (
     "ckpt.saving.agreement:flatten",
     "ckpt.saving.save:_write",
-    "ckpt.saving.agreement:packed",
+    "ckpt.saving.agreement:pack_summary",
 )
 COMMIT = "ckpt.saving.agreement:write_manifest"
 """Of rank 0 alone."""
@@ -41,7 +41,7 @@ STEPS = {
         "ckpt.saving.agreement:flatten",
         "ckpt.saving.background:_stage",
         "ckpt.saving.background:_Save._write",
-        "ckpt.saving.agreement:packed",
+        "ckpt.saving.agreement:pack_summary",
         COMMIT,
     ),
     "load": (

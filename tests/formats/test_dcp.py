@@ -28,7 +28,7 @@ from ckpt.opening.sources import open_source
 from ckpt.stores.store import open_store
 from formats.catalog import Catalog, Outgoing, OutgoingTensor, TensorRecord, TensorRef, Tree
 from formats.dcp import plans, read
-from formats.dcp.nest import flattened, nested
+from formats.dcp.nest import flatten, unflatten
 from formats.dcp.reader import AlikeItems
 from formats.dtypes import DTYPES, dtype_of_torch
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
@@ -470,7 +470,7 @@ def test_metadata_that_make_no_sense_are_an_error(tmp_path: Path, damage: dict[s
 )
 def test_key_paths_that_make_no_nest_are_an_error(leaves: dict[Any, Any]) -> None:
     with pytest.raises(FormatError, match=r"\.metadata: "):
-        nested(leaves)
+        unflatten(leaves)
 
 
 def test_a_folder_without_metadata_is_no_checkpoint(tmp_path: Path) -> None:
@@ -564,7 +564,7 @@ def test_the_state_is_flattened_as_torch_flattens_it(state: dict[str, Any]) -> N
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
     _, paths = flatten_state_dict(state)
-    assert [path for path, _ in flattened(outgoing(state).tree)] == list(paths.values())
+    assert [path for path, _ in flatten(outgoing(state).tree)] == list(paths.values())
 
 
 def test_torch_converts_what_is_written(tmp_path: Path) -> None:

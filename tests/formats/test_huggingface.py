@@ -242,7 +242,7 @@ def test_weights_of_any_base_name_are_found(tmp_path: Path, base: str, max_shard
 )
 def test_the_file_that_counts_is_found(names: list[str], found: str | list[str] | None):
     wanted = found[0] if isinstance(found, list) else found
-    assert choose(names, ".safetensors") == (None if wanted is None else Chosen.named(wanted))
+    assert choose(names, ".safetensors") == (None if wanted is None else Chosen.from_name(wanted))
 
 
 def test_files_without_numbers_are_read_together(tmp_path: Path):

@@ -14,7 +14,7 @@ from formats import torch_save
 from formats.catalog import Catalog, FileRecord, PieceTable, TensorRecord, TensorRef, Tree
 from formats.dtypes import BY_NAME
 from formats.errors import CorruptError, FormatError
-from formats.joined import Part, below, joined, under
+from formats.joined import Part, below, join_catalogs, under
 from formats.safetensors import file as safetensors_file
 from formats.safetensors import huggingface
 
@@ -30,7 +30,7 @@ def written(folder: Path) -> None:
 def test_each_part_lies_at_its_place(tmp_path: Path) -> None:
     written(tmp_path)
     with open_store(tmp_path) as store:
-        found = joined(
+        found = join_catalogs(
             "mixed",
             [
                 Part(("model",), torch_save.read(store, "a.pt")),
@@ -62,12 +62,12 @@ def test_two_parts_with_one_value_are_refused(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         one = torch_save.read(store, "a.pt")
     with pytest.raises(FormatError, match=r"a\.pt: w is in another file of the folder too"):
-        joined("mixed", [Part((), one), Part((), one)])
+        join_catalogs("mixed", [Part((), one), Part((), one)])
     value = Catalog("json", {}, {"n": {"step": 4}}, (FileRecord("n.json", 1),))
     with pytest.raises(FormatError, match=r"n\.json: n\.step is in another file"):
-        joined("mixed", [Part((), one), Part((), value)])
+        join_catalogs("mixed", [Part((), one), Part((), value)])
     other = Catalog("json", {}, {"n": {"epoch": 4}}, (FileRecord("n.json", 1),))
-    assert joined("mixed", [Part((), one), Part((), other)]).tree == {
+    assert join_catalogs("mixed", [Part((), one), Part((), other)]).tree == {
         "w": TensorRef("w"),
         "n": {"step": 3, "epoch": 4},
     }
@@ -86,7 +86,7 @@ def test_a_tied_name_is_not_given_twice(tied: bool) -> None:
     else:
         two = catalog("2", "a.b", {"a": {"b": TensorRef("a.b")}}, {})
     with pytest.raises(FormatError, match=r"2: a\.b is in another file"):
-        joined("mixed", [Part((), one), Part((), two)])
+        join_catalogs("mixed", [Part((), one), Part((), two)])
 
 
 def test_messages_name_the_sub_folder(tmp_path: Path) -> None:

@@ -308,7 +308,7 @@ def test_blocks_of_any_sizes_come_back_as_the_tensors_they_were(
         {n: StoredTensor(t.shape, t.dtype, Layout.single(t.shape)) for n, t in tensors.items()},
         {},
         {n: TensorRef(n) for n in tensors},
-        [summary.named(name, 0)],
+        [summary.to_file(name, 0)],
     )
     (folder / "manifest.json").write_bytes(dump(manifest))
     found: Any = ckpt.read(folder)

@@ -141,6 +141,6 @@ def _look(catalog: Catalog) -> None:
     values = dict(plain_values(catalog.tree))
     for line in inspect._lines(shown, catalog, values, lambda name: True):
         assert line.isprintable(), line
-    inspect.json_text(inspect._described("memory", catalog, values, lambda name: True))
+    inspect.json_text(inspect._describe("memory", catalog, values, lambda name: True))
     for alias, name in catalog.aliases.items():
         assert name in catalog.tensors, f"{alias} is tied to {name}, which is nowhere"

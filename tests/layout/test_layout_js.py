@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharding.layout import Box, Layout, Mesh, Replicate, Shape, Shard
-from tools.page.page import divided
+from tools.page.page import boxes_of
 
 LayoutsOf = Callable[[Shape], st.SearchStrategy[Layout]]
 SCRIPT = Path(__file__).parents[2] / "tools" / "page" / "layout.js"
@@ -79,7 +79,7 @@ def _check(ask: Ask, layout: Layout, data: st.DataObject) -> None:
     hi = tuple(data.draw(st.integers(a, b)) for a, b in zip(lo, layout.shape, strict=True))
     ranks, dim = data.draw(st.integers(1, 9)), data.draw(st.none() | st.integers(0, 3))
     job = {"shape": layout.shape, "ranks": ranks, "dim": dim}
-    boxes = divided(layout)
+    boxes = boxes_of(layout)
     found = ask({"boxes": boxes, "box": {"lo": lo, "hi": hi}, "job": job})
     box, shared = Box(lo, hi), dict[str, int]()
     for rank in layout.mesh.ranks():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.live.sealing import SealJob, seal, seal_job_message, sealed
+from ckpt.live.sealing import SealJob, make_sealed, seal, seal_job_message
 from ckpt.plan.save_plan import SavePlan, WriteItem
 from ckpt.stores.local_store import LocalStore
 from ckpt.transfer.write_job import STEP_BYTES, read_call, read_plan
@@ -54,7 +54,7 @@ def test_a_sealed_part_has_the_bytes_of_a_written_file(
     with LocalStore(str(folder)) as store, store.create("a.safetensors") as file:
         written = write_shard(file, tensors_of(plan, data))
     told: list[int] = []
-    made = sealed(plan.items, data, told.append)
+    made = make_sealed(plan.items, data, told.append)
     whole = Path(folder, "a.safetensors").read_bytes()
     assert made.header + bytes(data[: plan.nbytes]) + made.table == whole
     assert made.summary == written
@@ -68,7 +68,7 @@ def test_a_part_is_hashed_in_steps_that_end_with_chunks() -> None:
     nbytes = STEP_BYTES + CHUNK_BYTES + 1
     item = WriteItem("w", 0, dtype, 0, nbytes, (nbytes,), 0)
     told: list[int] = []
-    made = sealed([item], memoryview(bytes(nbytes)), told.append)
+    made = make_sealed([item], memoryview(bytes(nbytes)), told.append)
     assert told == [0, STEP_BYTES, nbytes]
     assert len(made.table) == 20 * -(-nbytes // CHUNK_BYTES)
 

@@ -163,7 +163,7 @@ class Machine(RuleBasedStateMachine):
         for version, one in self.versions.items():
             if one.deadline is not None:
                 expected = None if one.leases else one.is_overdue
-                assert self.table.retired(NAME, version) is expected
+                assert self.table.is_retired(NAME, version) is expected
 
     @invariant()
     def the_newest_visible_version_is_told(self) -> None:
@@ -275,9 +275,9 @@ def test_a_lease_that_ends_at_its_time_leaves_its_version_overdue() -> None:
     table.lease(NAME, 1, "reader", 0.0)
     table.retire(NAME, 1, 2 * LEASE, 0.0)
     table.tick(LEASE - 0.1)
-    assert table.retired(NAME, 1) is None
+    assert table.is_retired(NAME, 1) is None
     table.tick(LEASE)
-    assert table.retired(NAME, 1) is True
+    assert table.is_retired(NAME, 1) is True
 
 
 def test_a_lease_that_is_released_leaves_its_version_free() -> None:
@@ -285,7 +285,7 @@ def test_a_lease_that_is_released_leaves_its_version_free() -> None:
     table.lease(NAME, 1, "reader", 0.0)
     table.retire(NAME, 1, 2 * LEASE, 0.0)
     table.release(NAME, "reader")
-    assert table.retired(NAME, 1) is False
+    assert table.is_retired(NAME, 1) is False
 
 
 def test_a_second_retirement_does_not_make_the_wait_longer() -> None:
@@ -295,7 +295,7 @@ def test_a_second_retirement_does_not_make_the_wait_longer() -> None:
     table.retire(NAME, 1, 8.0, 0.0)
     assert table.next_at() == 3.0
     table.tick(3.0)
-    assert table.retired(NAME, 1) is True
+    assert table.is_retired(NAME, 1) is True
 
 
 def test_a_lease_is_renewed_and_released_under_its_own_name_only() -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.mapping.apply import Mapped, mapped
+from ckpt.mapping.apply import Mapped, map_catalog
 from ckpt.mapping.rules import Dims, Rearrange, Rule, TensorMapping, parse_mapping
 from formats.catalog import Catalog, TensorRef, Tree
 from formats.dtypes import BY_NAME
@@ -97,14 +97,14 @@ def test_a_rule_gives_numpy_s_elements_and_its_inverse_the_first_ones(case: Case
     after = case.arrays(case.rule.targets, rearrange.right)
     catalog, elements = catalog_of(before, cut=cut)
     mapping = TensorMapping("m", (case.rule,), strict=True)
-    found = mapped(Mapped.unchanged(catalog), mapping, {})
+    found = map_catalog(Mapped.identity(catalog), mapping, {})
     assert {name: record.shape for name, record in found.catalog.tensors.items()} == {
         name: array.shape for name, array in after.items()
     }
     for name, array in after.items():
         assert np.array_equal(read(found.catalog.tensors[name], elements), array)
     assert set().union(*found.origins.values()) == set(before)
-    back = mapped(found, mapping.inverse(), {})
+    back = map_catalog(found, mapping.inverse(), {})
     assert list(back.catalog.tensors) == list(before)
     for name, array in before.items():
         assert np.array_equal(read(back.catalog.tensors[name], elements), array)
@@ -115,7 +115,7 @@ def changed(
 ) -> Mapped:
     """What a mapping file makes of tensors of these shapes."""
     catalog, _ = catalog_of({name: numbered(*shape) for name, shape in shapes.items()}, tree)
-    return mapped(Mapped.unchanged(catalog), parse_mapping(text, "my.toml"), parameters)
+    return map_catalog(Mapped.identity(catalog), parse_mapping(text, "my.toml"), parameters)
 
 
 def shapes_of(found: Mapped) -> dict[str, tuple[int, ...]]:
@@ -266,7 +266,7 @@ def test_tensors_of_two_dtypes_do_not_become_one() -> None:
     catalog = replace(catalog, tensors={**catalog.tensors, "b": other})
     text = '[[rule]]\nfrom = ["a", "b"]\nto = "c"\nrearrange = "* -> *"'
     with pytest.raises(ArgumentError, match=r"a is int64 and b is float64; tensors of one rule"):
-        mapped(Mapped.unchanged(catalog), parse_mapping(text, "my.toml"), {})
+        map_catalog(Mapped.identity(catalog), parse_mapping(text, "my.toml"), {})
 
 
 def test_a_number_with_leading_zeros_is_no_index() -> None:
@@ -382,7 +382,7 @@ def test_excluded_names_are_reported() -> None:
 def test_a_mapping_follows_one_that_excludes_everything() -> None:
     nothing = changed('exclude = "*"\n[[rule]]\nfrom = "b"\nto = "c"\noptional = true', {"a": (1,)})
     rename = parse_mapping('[[rule]]\nfrom = ""\nto = "model"', "prefix")
-    found = mapped(nothing, rename, {})
+    found = map_catalog(nothing, rename, {})
     assert (found.catalog.tensors, found.excluded) == ({}, ("a",))
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt
-from ckpt.mapping.changes import known_mapping, known_names
+from ckpt.mapping.changes import find_mapping, mapping_names
 from ckpt.mapping.rules import Rule, TensorMapping, parse_mapping
 from sharding.errors import ArgumentError
 
@@ -70,7 +70,7 @@ CASES = [
 
 def heads_of(mapping: str) -> dict[str, int]:
     """The parameters that a mapping has."""
-    known = known_mapping(mapping).size_names
+    known = find_mapping(mapping).size_names
     return {name: size for name, size in HEADS.items() if name in known}
 
 
@@ -157,19 +157,19 @@ def test_a_mapping_without_its_parameters_names_them(tmp_path: Path, mapping: st
 
 
 def test_every_mapping_has_both_directions() -> None:
-    assert {turned(name) for name in known_names()} == set(known_names())
-    for name in known_names():
-        assert known_mapping(name).rules
+    assert {turned(name) for name in mapping_names()} == set(mapping_names())
+    for name in mapping_names():
+        assert find_mapping(name).rules
     with pytest.raises(
         ArgumentError, match="'lama' is neither a mapping nor a file; the mappings are gpt2-"
     ):
-        known_mapping("lama")
+        find_mapping("lama")
 
 
 def test_the_document_names_every_mapping_and_its_file_is_one() -> None:
     text = (Path(__file__).parents[2] / "docs" / "converting.md").read_text()
     rows = re.findall(r"^\| `([a-z0-9-]+)` \|", text, re.MULTILINE)
-    assert {*rows, *map(turned, rows)} == set(known_names())
+    assert {*rows, *map(turned, rows)} == set(mapping_names())
     for example in re.findall(r"```toml\n(.*?)```", text, re.DOTALL):
         mapping = parse_mapping(example, "the example")
         assert mapping.inverse().inverse().rules == mapping.rules

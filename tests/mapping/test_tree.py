@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt.mapping.apply import renamed_tree
+from ckpt.mapping.apply import rename_tree
 from ckpt.state.patterns import renamer
 from ckpt.state.saved import leaves
 from formats.catalog import TensorRef, Tree
@@ -40,17 +40,17 @@ def test_a_rename_keeps_nests_where_it_can(
     tree: Tree, rename: dict[str, str], expected: Tree
 ) -> None:
     rename_one = renamer(rename)
-    found = renamed_tree(tree, lambda name, leaf: [(rename_one(name), leaf)])
+    found = rename_tree(tree, lambda name, leaf: [(rename_one(name), leaf)])
     assert found == expected
     assert [name for name, _ in leaves(found)] == [name for name, _ in leaves(expected)]
 
 
 def test_nothing_changes_without_a_new_name() -> None:
     tree: Tree = {"a": [W, {"b": (B, None)}], "c": {}, 4: {"x.y": W}}
-    assert repr(renamed_tree(tree, lambda name, leaf: [(name, leaf)])) == repr(tree)
+    assert repr(rename_tree(tree, lambda name, leaf: [(name, leaf)])) == repr(tree)
 
 
 def test_a_leaf_cannot_have_the_name_of_a_nest() -> None:
     tree: Tree = {"a": {"w": W}, "b": B}
     with pytest.raises(ArgumentError, match="a would be both a value and a dict of values"):
-        renamed_tree(tree, lambda name, leaf: [("a" if name == "b" else name, leaf)])
+        rename_tree(tree, lambda name, leaf: [("a" if name == "b" else name, leaf)])

@@ -14,7 +14,7 @@ from formats.catalog import Catalog, FileRecord, TensorRecord, TensorRef
 from formats.dtypes import dtype_named
 from sharding.layout import Layout, Mesh, Shard, Split
 from tools.main import main
-from tools.page.page import described, write_page
+from tools.page.page import describe, write_page
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="no playwright here: make test-peers installs it"
@@ -238,7 +238,7 @@ def test_the_differences_of_two_checkpoints_are_shown(open_page, tmp_path):
 
 
 def test_2000_tensors_of_1024_ranks_open_and_answer(open_page, tmp_path):
-    write_page(str(tmp_path / "big.html"), described("s3://run/step-100", big(), []))
+    write_page(str(tmp_path / "big.html"), describe("s3://run/step-100", big(), []))
     page = open_page(tmp_path / "big.html")
     page.get_by_role("searchbox").fill("layers.999.")
     page.get_by_role("treeitem").first.click()

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckpt
-from ckpt.plan.save_plan import host_layouts, stored_layouts
+from ckpt.plan.save_plan import choose_layouts, host_layouts
 from ckpt.stores.local_store import LocalStore
 from formats.dtypes import dtype_of_torch
 from formats.native.manifest import StoredTensor
@@ -357,7 +357,7 @@ def test_the_ranks_of_a_host_find_all_they_hold_in_files_of_that_host(
             found = host_layouts({"w": tensor}, host)
         except ckpt.ArgumentError:
             continue
-        stored = stored_layouts(found)["w"].layout
+        stored = choose_layouts(found)["w"].layout
         assert held(layout, host) == held(stored, host)
         assert stored.replicas == 1
 

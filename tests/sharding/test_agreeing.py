@@ -36,7 +36,7 @@ from sharding.agreement.channel import (
     greeting,
 )
 from sharding.agreement.coordinator import MOST_STRANGERS, Coordinator
-from sharding.agreement.participant import Participant, ended
+from sharding.agreement.participant import Participant, process_failure
 from sharding.agreement.ranks import Ranks
 from sharding.agreement.rendezvous import (
     LOOPBACK,
@@ -54,7 +54,7 @@ WAITING = WaitWarning(Call(1, "a call", 60.0, "a stage"), 1)
 
 def everyone(ranks: Ranks, number: int) -> list[int]:
     """The small numbers that all ranks bring, by rank."""
-    return list(ranks.joined("telling numbers", bytes([number]), b"".join))
+    return list(ranks.merge_records("telling numbers", bytes([number]), b"".join))
 
 
 def pair() -> tuple[Link, socket.socket]:
@@ -82,7 +82,7 @@ def test_messages_arrive_as_they_were_sent_however_they_are_cut(
     sent: list[Message], cuts: list[int]
 ) -> None:
     link, other = pair()
-    data = b"".join(message.packed() for message in sent)
+    data = b"".join(message.pack() for message in sent)
     places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     with other:
         for lo, hi in pairwise(places):
@@ -98,7 +98,7 @@ def test_a_message_larger_than_a_connection_holds_is_sent_as_it_is_taken() -> No
     one, other = pair()
     two = Link(other)
     large = Message(Kind.ANSWER, 1, data=os.urandom(1 << 24))
-    one.send(large.packed())
+    one.send(large.pack())
     assert one.is_sending
     while not two.messages:
         flush([one], 0.01)
@@ -112,12 +112,12 @@ def test_a_message_larger_than_a_connection_holds_is_sent_as_it_is_taken() -> No
 def test_an_end_is_noticed_after_all_that_was_said_before_it() -> None:
     link, other = pair()
     said = Message(Kind.LEFT, 3, failure=Failure("writing", 1, "OSError", "no space"))
-    other.sendall(said.packed())
+    other.sendall(said.pack())
     other.close()
     while not link.is_lost:
         link.wait(60)
     assert list(link.messages) == [said]
-    link.send(said.packed())  # to nobody, which is no error
+    link.send(said.pack())  # to nobody, which is no error
     link.close()
 
 
@@ -157,7 +157,7 @@ def test_a_failure_with_a_long_text_is_told_in_part() -> None:
     link, other = pair()
     with other:
         sending = Link(other)
-        sending.send(Message(Kind.LEFT, 1, failure=failure).packed())
+        sending.send(Message(Kind.LEFT, 1, failure=failure).pack())
         while not link.messages:
             flush([sending], 0.01)
             link.receive()
@@ -274,7 +274,7 @@ def test_a_rank_that_is_closed_unheard_hears_of_the_end_of_the_call_or_of_rank_0
                 leader._listener.accept()[0].close()
                 leader._rendezvous.leave_failure(1, failure)
             told = follower.meet(call, "meeting", b"1", None, b"".join)
-        assert told == (ended("meeting", 0) if has_left else failure)
+        assert told == (process_failure("meeting", 0) if has_left else failure)
         follower.close()
 
 
@@ -403,7 +403,7 @@ def join_with_an_error() -> tuple[str, str, list[int]]:
         raise FileNotFoundError(f"{len(records)} records")
 
     with pytest.raises((FileNotFoundError, RankError)) as raised:
-        ranks.joined("joining", b"", join)
+        ranks.merge_records("joining", b"", join)
     return type(raised.value).__name__, str(raised.value), everyone(ranks, dist.get_rank())
 
 

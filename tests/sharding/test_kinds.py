@@ -17,7 +17,7 @@ from sharding.kind import Kind
 from sharding.layout import FlatShard, Layout, Mesh
 from sharding.layout.copies import copies_to
 from sharding.reshard import kinds
-from sharding.reshard.kinds import converted
+from sharding.reshard.kinds import convert_kind
 from tests.conftest import RankFailed
 from tests.traffic import received_while
 
@@ -51,7 +51,7 @@ def there_and_back(first: Kind, second: Kind, budget: int) -> bool:
     """Full, to one kind, to another, and full again."""
     tensors: Any = whole()
     for kind in (first, second, Kind.FULL):
-        tensors = converted(tensors, kind, budget=budget)
+        tensors = convert_kind(tensors, kind, budget=budget)
     return same(tensors)
 
 
@@ -70,9 +70,9 @@ def forms() -> dict[str, str]:
     """What each kind is made of."""
     found = {}
     for kind in KINDS:
-        made = converted(whole(), kind)
+        made = convert_kind(whole(), kind)
         found[kind.value] = {name: type(tensor).__name__ for name, tensor in made.items()}
-    rows = converted(whole(), Kind.SHARDED)
+    rows = convert_kind(whole(), Kind.SHARDED)
     assert isinstance(rows["a"], DTensor)
     assert tuple(rows["a"].placements) == (Shard(0),)
     assert rows["a"].to_local().shape[0] <= -(-7 // dist.get_world_size())
@@ -88,7 +88,7 @@ def test_full_is_plain_sharded_is_dtensors_and_local_is_parts(clusters: Any) -> 
 
 def counted(make: Any, kind: Kind) -> int:
     """Bytes that this rank receives while tensors become another kind."""
-    return received_while(lambda: converted(make, kind))[1]
+    return received_while(lambda: convert_kind(make, kind))[1]
 
 
 def traffic() -> dict[str, int]:
@@ -113,7 +113,7 @@ def test_only_what_a_rank_lacks_travels(clusters: Any) -> None:
 
 def shared() -> bool:
     tensors = whole()
-    local = converted(tensors, Kind.LOCAL)
+    local = convert_kind(tensors, Kind.LOCAL)
     ends = []
     for name, part in local.items():
         tensor = tensors[name]
@@ -122,7 +122,7 @@ def shared() -> bool:
         ends.append(part.local.data_ptr() <= first + tensor.nbytes)
     mesh = init_device_mesh("cpu", (2,))
     rows = distribute_tensor(tensors["a"], mesh, [Shard(0)])
-    kept = converted({"a": rows}, Kind.LOCAL)["a"].local
+    kept = convert_kind({"a": rows}, Kind.LOCAL)["a"].local
     return all(ends) and kept.data_ptr() == rows.to_local().data_ptr()
 
 
@@ -131,7 +131,7 @@ def test_a_local_state_shares_the_memory_of_what_it_was_made_of(clusters: Any) -
 
 
 def on_the_first() -> list[str]:
-    return list(converted(converted(whole(), Kind.LOCAL), Kind.FULL, rank0_only=True))
+    return list(convert_kind(convert_kind(whole(), Kind.LOCAL), Kind.FULL, rank0_only=True))
 
 
 def test_rank_0_only_gives_the_others_no_names(clusters: Any) -> None:
@@ -146,8 +146,8 @@ def from_the_first() -> bool:
     parts = {
         name: LocalPart(t if mine else t.new_empty(0), layouts[name]) for name, t in given.items()
     }
-    rows = converted(parts, Kind.SHARDED)
-    return same(converted(parts, Kind.FULL)) and same(converted(rows, Kind.FULL))
+    rows = convert_kind(parts, Kind.SHARDED)
+    return same(convert_kind(parts, Kind.FULL)) and same(convert_kind(rows, Kind.FULL))
 
 
 def test_what_one_rank_has_reaches_all(clusters: Any) -> None:
@@ -156,13 +156,13 @@ def test_what_one_rank_has_reaches_all(clusters: Any) -> None:
 
 def over_a_grid() -> bool:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    rows = converted(whole(), Kind.SHARDED, mesh=mesh)
+    rows = convert_kind(whole(), Kind.SHARDED, mesh=mesh)
     assert tuple(rows["a"].placements) == (Replicate(), Shard(0))
-    flat = converted(rows, Kind.LOCAL, mesh=mesh)
+    flat = convert_kind(rows, Kind.LOCAL, mesh=mesh)
     assert flat["a"].layout.placements[-1] == FlatShard(0, 18)
     both = distribute_tensor(whole()["d"], mesh, [Shard(2), Shard(0)])
-    assert torch.equal(converted({"d": both}, Kind.FULL)["d"], whole()["d"])
-    return same(converted(rows, Kind.FULL)) and same(converted(flat, Kind.FULL))
+    assert torch.equal(convert_kind({"d": both}, Kind.FULL)["d"], whole()["d"])
+    return same(convert_kind(rows, Kind.FULL)) and same(convert_kind(flat, Kind.FULL))
 
 
 def test_a_mesh_of_two_dimensions_replicates_along_the_first(clusters: Any) -> None:
@@ -172,12 +172,12 @@ def test_a_mesh_of_two_dimensions_replicates_along_the_first(clusters: Any) -> N
 def over_a_slice() -> bool:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
     for name in ("rows", "columns"):
-        rows = converted(whole(), Kind.SHARDED, mesh=grid[name])
+        rows = convert_kind(whole(), Kind.SHARDED, mesh=grid[name])
         assert rows["a"].device_mesh == grid[name]
         assert rows["a"].to_local().shape[0] in (3, 4)
         assert same(ckpt.state_dict.convert(rows, to="full"))
-        flat = converted(whole(), Kind.LOCAL, mesh=grid[name])
-        assert same(converted(flat, Kind.FULL))
+        flat = convert_kind(whole(), Kind.LOCAL, mesh=grid[name])
+        assert same(convert_kind(flat, Kind.FULL))
     return True
 
 
@@ -188,7 +188,7 @@ def test_a_slice_of_a_mesh_is_replicated_along_the_rest_of_it(clusters: Any) -> 
 def truncated() -> None:
     layout = Layout((10,), Mesh.grid(("dp",), (2,)), (FlatShard(0, 5),))
     short = 4 if dist.get_rank() == 1 else 5
-    converted({"w": LocalPart(torch.zeros(short), layout)}, Kind.FULL)
+    convert_kind({"w": LocalPart(torch.zeros(short), layout)}, Kind.FULL)
 
 
 def test_a_truncated_local_shard_is_an_error_on_all_ranks_that_names_it(clusters: Any) -> None:
@@ -202,7 +202,7 @@ def test_a_truncated_local_shard_is_an_error_on_all_ranks_that_names_it(clusters
 
 
 def differing() -> None:
-    converted({"a" if dist.get_rank() == 0 else "b": torch.zeros(2)}, Kind.FULL)
+    convert_kind({"a" if dist.get_rank() == 0 else "b": torch.zeros(2)}, Kind.FULL)
 
 
 def test_ranks_that_give_different_names_are_told_so(clusters: Any) -> None:
@@ -221,8 +221,8 @@ STEPPED = {
 
 
 def stepped_through(how: str, kind: Kind, budget: int) -> bool:
-    made = converted({"w": STEPPED[how]()}, kind, budget=budget)
-    back = converted(made, Kind.FULL, budget=budget)["w"]
+    made = convert_kind({"w": STEPPED[how]()}, kind, budget=budget)
+    back = convert_kind(made, Kind.FULL, budget=budget)["w"]
     return isinstance(back, torch.Tensor) and torch.equal(back, STEPPED[how]())
 
 
@@ -237,8 +237,8 @@ def test_elements_that_do_not_lie_end_to_end_are_those_that_travel(
 
 def test_sharded_tensors_need_a_process_group() -> None:
     with pytest.raises(ShardingError, match="init_process_group"):
-        converted({"w": torch.zeros(3)}, Kind.SHARDED)
-    assert converted({"w": torch.zeros(3)}, Kind.FULL)["w"].shape == (3,)
+        convert_kind({"w": torch.zeros(3)}, Kind.SHARDED)
+    assert convert_kind({"w": torch.zeros(3)}, Kind.FULL)["w"].shape == (3,)
 
 
 def test_local_storage_has_the_shape_that_a_layout_gives_it() -> None:

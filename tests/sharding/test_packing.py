@@ -149,7 +149,7 @@ def test_a_buffer_in_slabs_has_the_elements_of_one_in_one_piece(
     for rank, places in enumerate(buffer.places(packing)):
         spans = packing.spans(rank)
         given_spans = [whole.raw[lo:hi] for lo, hi in spans]
-        for place, part in zip(places, buffer.cut(spans, given_spans), strict=True):
+        for place, part in zip(places, buffer.split(spans, given_spans), strict=True):
             place.copy_(part)
     for leaf, other in zip(buffer.leaves, whole.leaves, strict=True):
         assert torch.equal(leaf, other)

@@ -27,7 +27,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from sharding.describe.describing import describe, describe_module, flat_members, load_rest, part_of
-from sharding.describe.torch_fsdp import named_parts
+from sharding.describe.torch_fsdp import parts_by_name
 from sharding.layout import FlatShard, Mesh
 from sharding.layout import Shard as RowShard
 from tests.sharding.pieces import Held, Parameters, held, whole
@@ -362,7 +362,7 @@ def local_parts(original: bool, form: str) -> tuple[Held, Held]:
     model = wrapped(original)
     step(model)
     direct = held(describe_module(model))
-    return held(named_parts(model, local_state_dict(model, form))), direct
+    return held(parts_by_name(model, local_state_dict(model, form))), direct
 
 
 @pytest.mark.parametrize("original", [False, True])
@@ -390,7 +390,7 @@ def spoiled(how: str) -> None:
         state[key].local_shards()[0].metadata.shard_offsets[0] += 1
     else:
         state[key] = state[key][: int(how)]
-    named_parts(model, state)
+    parts_by_name(model, state)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch import nn
 
 from sharding import policies
 from sharding import wrap as our_wrap
-from sharding.fsdp1.wrap_plan import WrapPlan, auto_wrap, planned
+from sharding.fsdp1.wrap_plan import WrapPlan, auto_wrap, plan_wraps
 from sharding.policies import MixedPrecision
 from sharding.wrap import (
     CustomPolicy,
@@ -165,7 +165,7 @@ def test_a_callable_policy_is_asked_and_obeyed_as_in_torch(
     questions: list[Any] = []
     policy = recorded(CALLABLE_POLICIES[name](our_wrap), questions)
     before = str(root)
-    plan = planned(
+    plan = plan_wraps(
         root,
         policy,
         root_kwargs={"device_id": 3},
@@ -208,7 +208,7 @@ def test_tied_parameters_are_counted_once_in_what_is_left_to_their_common_parent
     inner[1].weight = inner[0].weight
     inner.own = nn.Parameter(torch.zeros(5))
     questions: list[Any] = []
-    planned(
+    plan_wraps(
         root,
         recorded(
             partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear}), questions
@@ -221,8 +221,8 @@ def test_tied_parameters_are_counted_once_in_what_is_left_to_their_common_parent
 def test_the_root_is_left_to_the_caller_unless_asked_for() -> None:
     for policy in (always_wrap_policy, CustomPolicy(lambda module: True)):
         root = nn.Sequential(nn.Linear(2, 2))
-        assert list(planned(root, policy, root_kwargs={}).kwargs) == [root[0]]
-        plan = planned(root, policy, root_kwargs={"a": 1}, include_root=True)
+        assert list(plan_wraps(root, policy, root_kwargs={}).kwargs) == [root[0]]
+        plan = plan_wraps(root, policy, root_kwargs={"a": 1}, include_root=True)
         assert list(plan.kwargs) == [root[0], root]
         outer = auto_wrap(root, plan, Wrapper)
         assert isinstance(outer, Wrapper)
@@ -270,7 +270,7 @@ def test_a_tree_policy_wraps_what_it_does_in_torch(name: str, shape: Any, ignore
     expected = torch_order(root, TREE_POLICIES[name](torch_wrap), ignored_modules)
     for source in (our_wrap, torch_wrap):  # torch's own policy objects are accepted too
         kwargs = {"device_id": 3, "forward_prefetch": False}
-        plan = planned(
+        plan = plan_wraps(
             root,
             TREE_POLICIES[name](source),
             root_kwargs=kwargs,
@@ -285,7 +285,7 @@ def test_a_custom_policy_that_answers_neither_bool_nor_dict_is_refused() -> None
         ValueError,
         match="should return False/True or a kwarg dict, but it returned None",
     ):
-        planned(nn.Sequential(nn.ReLU()), CustomPolicy(lambda module: None), root_kwargs={})
+        plan_wraps(nn.Sequential(nn.ReLU()), CustomPolicy(lambda module: None), root_kwargs={})
 
 
 def test_a_module_policy_names_its_classes() -> None:
@@ -301,7 +301,9 @@ def test_every_planned_module_is_replaced_by_its_wrapper() -> None:
     policy = CustomPolicy(
         lambda m: {"reason": "list"} if m is first else isinstance(m, nn.Linear | nn.ReLU)
     )
-    assert auto_wrap(root, planned(root, policy, root_kwargs={"reason": "root"}), Wrapper) is root
+    assert (
+        auto_wrap(root, plan_wraps(root, policy, root_kwargs={"reason": "root"}), Wrapper) is root
+    )
     assert (root[0].module, root[0].kwargs) == (first, {"reason": "list"})
     assert (first[0].module, first[0].kwargs) == (linear, {"reason": "root"})
     assert root[1]["a"].module is relu
@@ -314,7 +316,7 @@ def test_a_shared_module_is_wrapped_once_and_stands_wrapped_in_all_its_places() 
     for policy in (always_wrap_policy, ModuleWrapPolicy({nn.Linear})):
         root = nn.Module()
         root.a, root.b = nn.Sequential(shared), nn.ModuleDict({"x": shared, "y": shared})
-        auto_wrap(root, planned(root, policy, root_kwargs={}), Wrapper)
+        auto_wrap(root, plan_wraps(root, policy, root_kwargs={}), Wrapper)
         places = [module for module in root.modules() if isinstance(module, Wrapper)]
         wrappers = [module for module in places if module.module is shared]
         assert len(wrappers) == 1
@@ -326,7 +328,7 @@ def test_a_shared_module_is_wrapped_once_and_stands_wrapped_in_all_its_places() 
 def test_a_wrap_function_without_a_wrapper_leaves_the_tree_as_it_is() -> None:
     root = tree(("sequential", [1, ("list", [2, 3])]))
     modules, seen = list(root.modules()), []
-    plan = planned(root, always_wrap_policy, root_kwargs={"strategy": "x"})
+    plan = plan_wraps(root, always_wrap_policy, root_kwargs={"strategy": "x"})
     auto_wrap(root, plan, lambda module, strategy: seen.append((module, strategy)))
     assert list(root.modules()) == modules
     assert seen == [(module, "x") for module in plan.kwargs]
@@ -340,7 +342,7 @@ def test_a_module_that_is_wrapped_already_is_refused_by_its_name() -> None:
             match="FSDP auto wrapping requires modules to not already have "
             r"FSDP applied but found 1\.0 in",
         ):
-            planned(
+            plan_wraps(
                 root, policy, root_kwargs={}, is_wrapped=lambda module: isinstance(module, Wrapper)
             )
 
@@ -368,7 +370,7 @@ def test_batch_norm_is_wrapped_alone_without_mixed_precision(policy: Any) -> Non
     root = convolutions()
     precision = MixedPrecision(param_dtype=torch.bfloat16)
     kwargs = {"mixed_precision": precision, "device_id": 1}
-    plan = planned(root, policy, root_kwargs=kwargs, ignored_modules={root[1][1]})
+    plan = plan_wraps(root, policy, root_kwargs=kwargs, ignored_modules={root[1][1]})
     assert list(plan.kwargs.items()) == [
         (root[0][0], kwargs),
         (root[0][1], {"mixed_precision": None, "device_id": 1}),
@@ -389,7 +391,7 @@ def test_batch_norm_is_wrapped_alone_without_mixed_precision(policy: Any) -> Non
 def test_a_custom_policy_cannot_give_batch_norm_mixed_precision_but_the_rest_holds() -> None:
     root = convolutions()
     policy = CustomPolicy(lambda module: {"mixed_precision": "mine", "forward_prefetch": True})
-    plan = planned(root, policy, root_kwargs={"mixed_precision": MixedPrecision()})
+    plan = plan_wraps(root, policy, root_kwargs={"mixed_precision": MixedPrecision()})
     assert plan.kwargs[root[2]] == {"mixed_precision": None, "forward_prefetch": True}
     assert plan.kwargs[root[0]] == {"mixed_precision": "mine", "forward_prefetch": True}
 
@@ -398,7 +400,7 @@ def test_nothing_is_kept_apart_without_mixed_precision_or_without_classes() -> N
     for precision in (None, MixedPrecision(_module_classes_to_ignore=())):
         root = convolutions()
         kwargs = {"mixed_precision": precision}
-        plan = planned(root, ModuleWrapPolicy({nn.Conv1d}), root_kwargs=kwargs)
+        plan = plan_wraps(root, ModuleWrapPolicy({nn.Conv1d}), root_kwargs=kwargs)
         assert plan == WrapPlan({root[0][0]: kwargs, root[1][0]: kwargs})
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -410,7 +412,7 @@ def test_classes_kept_apart_are_found_where_the_policy_does_not_look() -> None:
     attention.norm = nn.BatchNorm1d(4)
     root = nn.Sequential(attention, nn.Linear(8, 8))
     policy = partial(size_based_auto_wrap_policy, min_num_params=10)
-    plan = planned(root, policy, root_kwargs={"mixed_precision": MixedPrecision()})
+    plan = plan_wraps(root, policy, root_kwargs={"mixed_precision": MixedPrecision()})
     # `out_proj` is big enough, but attention does not call it: it must not become a unit.
     assert list(plan.kwargs) == [attention.norm, root[1]]
 
@@ -418,8 +420,8 @@ def test_classes_kept_apart_are_found_where_the_policy_does_not_look() -> None:
 def test_what_is_kept_apart_counts_as_wrapped() -> None:
     root = nn.Sequential(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(20)))
     policy = partial(size_based_auto_wrap_policy, min_num_params=60)
-    assert list(planned(root, policy, root_kwargs={}).kwargs) == [root[0]]
-    with_precision = planned(root, policy, root_kwargs={"mixed_precision": MixedPrecision()})
+    assert list(plan_wraps(root, policy, root_kwargs={}).kwargs) == [root[0]]
+    with_precision = plan_wraps(root, policy, root_kwargs={"mixed_precision": MixedPrecision()})
     assert list(with_precision.kwargs) == [root[0][1]]
 
 
@@ -428,8 +430,8 @@ def test_what_is_kept_apart_counts_as_wrapped_where_the_policy_does_not_look() -
     policy = partial(
         size_based_auto_wrap_policy, min_num_params=60, force_leaf_modules={nn.ModuleList}
     )
-    assert list(planned(root, policy, root_kwargs={}).kwargs) == [root[0]]
-    with_precision = planned(root, policy, root_kwargs={"mixed_precision": MixedPrecision()})
+    assert list(plan_wraps(root, policy, root_kwargs={}).kwargs) == [root[0]]
+    with_precision = plan_wraps(root, policy, root_kwargs={"mixed_precision": MixedPrecision()})
     assert list(with_precision.kwargs) == [root[0][0][0]]
 
 
@@ -440,7 +442,7 @@ def test_what_is_kept_apart_computes_in_its_own_dtype_and_answers_in_the_callers
     root, plain = nn.Sequential(nn.BatchNorm1d(3)), nn.BatchNorm1d(3)
     seen: list[torch.dtype] = []
     root[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    plan = planned(root, always_wrap_policy, root_kwargs={"mixed_precision": MixedPrecision()})
+    plan = plan_wraps(root, always_wrap_policy, root_kwargs={"mixed_precision": MixedPrecision()})
     apply_quietly(root, plan)
     x = torch.randn(5, 3, generator=torch.Generator().manual_seed(1)).to(given_dtype)
     expected = plain(x.float()).to(given_dtype)

@@ -23,7 +23,7 @@ import torch
 import ckpt
 from ckpt.loading.newest import newest_sound
 from ckpt.run import removal
-from ckpt.run.history import listed_steps
+from ckpt.run.history import list_steps
 from ckpt.run.removal import removals, remove_together
 from ckpt.saving import agreement
 from ckpt.saving.writers import arena_writer
@@ -268,7 +268,7 @@ def test_a_base_that_is_taken_while_a_policy_removes_it_keeps_its_files(
     with opened(url, options) as run:
         for step in (1, 2):
             run.save(step, {"w": torch.arange(1000.0), "step": step})
-    steps, _, found = listed_steps(url, options, with_bases=True)
+    steps, _, found = list_steps(url, options, with_bases=True)
     ckpt.save(f"{url}/mine", more, base=f"{url}/step-1", storage_options=options)
     assert found is not None
     with open_store(url, options) as store:

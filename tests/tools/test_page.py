@@ -16,7 +16,7 @@ from formats.dtypes import dtype_named
 from sharding.layout import Layout, Mesh, Shard
 from tests.formats.test_matrix import SOURCES, tensors
 from tools.exit_codes import ExitCode
-from tools.page.page import described, page
+from tools.page.page import describe, page
 
 
 class Reading(HTMLParser):
@@ -98,12 +98,12 @@ def test_pieces_of_a_format_without_layouts_are_listed_with_their_bytes(run, tmp
 def test_pieces_above_the_limit_are_counted_and_not_listed(tmp_path):
     save_file({"w": torch.arange(4.0), "v": torch.zeros(2)}, tmp_path / "m.safetensors")
     with ckpt.opening.sources.open_source(tmp_path / "m.safetensors") as source:
-        data = described(source.url, source.catalog, [], shown_pieces=1)
+        data = describe(source.url, source.catalog, [], shown_pieces=1)
     assert [len(row[4]) for row in data["tensors"]] == [1, 0]
     assert data["pieces_left_out"] == 1
     ckpt.save(tmp_path / "a", {"w": torch.arange(4.0), "v": torch.zeros(2)})
     with ckpt.opening.sources.open_source(tmp_path / "a") as source:
-        data = described(source.url, source.catalog, [], shown_pieces=1)
+        data = describe(source.url, source.catalog, [], shown_pieces=1)
     assert [len(boxes) for _, boxes in data["layouts"]] == [1, 0]
     assert (data["layouts"][0][0], data["pieces_left_out"]) == ("whole on rank 0", 1)
 
@@ -157,7 +157,7 @@ def test_the_page_of_1024_ranks_has_each_layout_once():
     }
     files = tuple(FileRecord(f"{7:016x}-{rank:05d}.safetensors", 9) for rank in range(1024))
     tree = {name: TensorRef(name) for name in tensors}
-    data = described("s3://run/step", Catalog("ckpt", tensors, tree, files), [])
+    data = describe("s3://run/step", Catalog("ckpt", tensors, tree, files), [])
     boxes = [[[4 * rank, 0], [4 * rank + 4, 64], [rank]] for rank in range(1024)]
     assert data["layouts"] == [["dp:1024=S(0)", boxes]]
     assert data["files"][1023][3] == 1023

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt.arguments import memory_budget
-from ckpt.converting.layouts import PlacementRule, TargetLayouts, parsed_mesh
+from ckpt.converting.layouts import PlacementRule, TargetLayouts, parse_mesh
 from ckpt.display import size
 from ckpt.opening.sources import open_source
 from ckpt.plan.load_plan import LoadItem, LoadPolicy, RankReads, plan_load, rank_reads
@@ -78,16 +78,16 @@ PLACEMENTS = st.sampled_from(["replicate", "shard(0)"])
 def test_a_rank_reads_what_its_plan_says(saved, sizes, last, wide, data):
     names = ",".join(f"x{axis}={size}" for axis, size in enumerate(sizes))
     first = "replicate," * (len(sizes) - 1)
-    rules = [PlacementRule.parsed(first + last), PlacementRule.parsed(f"*.w={first}{wide}")]
+    rules = [PlacementRule.parse(first + last), PlacementRule.parse(f"*.w={first}{wide}")]
     world_size = torch.Size(sizes).numel()
-    target = TargetLayouts(parsed_mesh(names, world_size), rules)
+    target = TargetLayouts(parse_mesh(names, world_size), rules)
     rank = data.draw(st.integers(0, world_size - 1))
     with open_source(saved) as source:
         budget = memory_budget()
         limits = ReadPolicy.within(budget // 2, source.store, world_size).limits
         planned = rank_reads(
             source.catalog,
-            target.cached(),
+            target.with_cache(),
             Mesh.grid(("world",), (world_size,)),
             rank,
             LoadPolicy(budget // 2),

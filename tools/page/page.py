@@ -81,7 +81,7 @@ def write_page(path: str, data: Mapping[str, Any]) -> None:
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """Returns the HTML of a page of `tools.page.page.described`'s data."""
+    """Returns the HTML of a page of `tools.page.page.describe`'s data."""
     style, layout, script = (_asset(name) for name in ("page.css", "layout.js", "page.js"))
     scripts = " ".join(_hash(text) for text in (layout, script))
     policy = f"default-src 'none'; script-src {scripts}; style-src {_hash(style)}"
@@ -128,7 +128,7 @@ SHOWN_CHARACTERS = 200
 Json = dict[str, Any]
 
 
-def described(
+def describe(
     url: str,
     catalog: Catalog,
     chain: Sequence[str],
@@ -156,11 +156,11 @@ def described(
         tensors.append([name, record.dtype.name, list(record.shape), record.nbytes, where])
     boxes = []
     for layout in layouts:
-        parts = divided(layout)
+        parts = boxes_of(layout)
         count = sum(len(ranks) for *_, ranks in parts)
         is_listed = listed + count <= shown_pieces
         listed, left_out = (listed + count, left_out) if is_listed else (listed, left_out + count)
-        boxes.append([_shown(layout), parts if is_listed else []])
+        boxes.append([_format_layout(layout), parts if is_listed else []])
     values = list(_values(catalog.tree))
     return {
         "url": without_secrets(url),
@@ -224,8 +224,8 @@ def name_of(url: str) -> str:
     return split_url(shown)[1] or shown
 
 
-def described_differences(found: Comparison) -> Json:
-    """Returns the data of a page of differences: the part that `described` lacks."""
+def describe_differences(found: Comparison) -> Json:
+    """Returns the data of a page of differences: the part that `describe` lacks."""
     told = asdict(found)
     del told["equal_tensors"]
     count = len(found.tensors)
@@ -252,7 +252,7 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def divided(layout: Layout) -> list[list[Any]]:
+def boxes_of(layout: Layout) -> list[list[Any]]:
     """Returns the boxes of a layout, each once: `[lo, hi, the ranks that hold it]`."""
     mesh, found, axes = layout.mesh, [], layout.replica_axes
     for rank in layout.holders(Box.whole(layout.shape)):  # the first of the replicas
@@ -263,7 +263,7 @@ def divided(layout: Layout) -> list[list[Any]]:
     return found
 
 
-def _shown(layout: Layout) -> str:
+def _format_layout(layout: Layout) -> str:
     return f"whole on rank {layout.mesh.lowest}" if layout.mesh.size == 1 else str(layout)
 
 
