@@ -43,6 +43,8 @@ from formats.dtypes import DType
 from sharding.errors import format_names, without_secrets
 from sharding.layout import Box, Piece
 
+__all__ = ["WeightedSum"]
+
 BLOCK_BYTES = 4 << 20
 """Bytes of a tensor that are summed at once."""
 SUM = "sum-"
@@ -102,7 +104,7 @@ def check_has_sum(source: Source, catalog: Catalog) -> None:
     if wrong:
         raise ArgumentError(
             f"{without_secrets(source.url)} has no sum: {format_names(sorted(wrong), 5)}; give "
-            "checkpoints of one model, with --select or --exclude for the parts that have a sum, "
+            "checkpoints of one model, with select= or exclude= for the parts that have a sum, "
             "and convert quantised weights to floats before"
         )
 

@@ -184,6 +184,8 @@ class Table:
         there = found.versions.get(version)
         if there is None or there.phase is not Phase.COMPLETE:
             self._check_rises(name, found, version)
+        if there is not None and there.phase is Phase.RETIRING:
+            raise RefusedError("unknown", f"{name}/{version} was given up before it was complete")
         if not files:
             raise RefusedError("protocol", f"{name}/{version}: a version has at least one file")
         one = found.versions.setdefault(version, _Version())

@@ -42,6 +42,7 @@ BUILT_IN = {
     ("ckpt/live/wire.py", "ConnectionAbortedError"): "ends one connection of a server",
     ("ckpt/live/wire.py", "EOFError"): "ends one connection of a server",
     ("ckpt/state/typed_values.py", "TypeError"): "becomes a FormatError in the same file",
+    ("ckpt/stores/azure_driver.py", "OSError"): "a driver's; the store explains it",
     ("ckpt/stores/fsspec_driver.py", "FileNotFoundError"): "a driver's; the store explains it",
     ("ckpt/stores/fsspec_driver.py", "OSError"): "a driver's; the store explains it",
     ("ckpt/stores/http_client.py", "ConnectionResetError"): "becomes an UnreachableError there",

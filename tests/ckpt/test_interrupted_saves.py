@@ -30,7 +30,7 @@ def test_steps_and_saves_go_on_wherever_a_save_in_the_background_was_interrupted
     state: dict[str, Any] = {"model": model, "optimizer": optimizer}
 
     def interrupted(at: int) -> Interrupt:
-        with Interrupt(at, "agreed_attempt") as interrupt:
+        with Interrupt(at, "agree_on_attempt") as interrupt:
             try:
                 handle = ckpt.save(tmp_path / f"new-{at}", state, blocking=False, staging=staging)
                 optimizer.step()

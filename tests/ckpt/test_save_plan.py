@@ -274,7 +274,7 @@ import sys
 from formats.dtypes import BY_NAME
 from formats.native.manifest import Manifest, StoredTensor, dump
 from formats.catalog import TensorRef, Tree
-from ckpt.plan.save_plan import stored_layouts
+from ckpt.plan.save_plan import choose_layouts
 from sharding.layout import Layout, Mesh, Replicate, Shard
 import hashlib
 tensors = {}
@@ -285,7 +285,7 @@ for i in range(50):
         layout = Layout(shape, mesh, placements)
         tensors[f"t{i}.{j}"] = StoredTensor(shape, BY_NAME["F32"], layout)
 tree = {name: TensorRef(name) for name in tensors}
-print(hashlib.sha256(dump(Manifest(stored_layouts(tensors), {}, tree, ()))).hexdigest())
+print(hashlib.sha256(dump(Manifest(choose_layouts(tensors), {}, tree, ()))).hexdigest())
 """
 
 

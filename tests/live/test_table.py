@@ -83,6 +83,10 @@ class Machine(RuleBasedStateMachine):
             with pytest.raises(RefusedError, match="not newer"):
                 self.table.commit(NAME, version, PLACE, {})
             return
+        if version in self.versions and self.versions[version].deadline is not None:
+            with pytest.raises(RefusedError, match="was given up"):
+                self.table.commit(NAME, version, PLACE, {})
+            return
         self.table.commit(NAME, version, PLACE, {"time": self.now})
         assert self.table.versions(NAME)[version].info == {"time": self.now}
         self.versions.setdefault(version, Model()).is_complete = True
