@@ -187,9 +187,17 @@ class MismatchError(CkptError, ValueError):
     kind = "mismatch"
 
     def __init__(
-        self, url: str, differences: Sequence[Difference], call: str = "ckpt.load"
+        self,
+        url: str,
+        differences: Sequence[Difference],
+        call: str = "ckpt.load",
+        has_nothing: bool = False,
     ) -> None:
-        """`call` is the call to repeat with the arguments that help."""
+        """`call` is the call to repeat with the arguments that help.
+
+        `has_nothing` tells that the checkpoint has no name of the target, so that a load with
+        `strict=False` would load nothing.
+        """
         self.url = url
         self.differences = tuple(differences)
         kinds: dict[str, list[Difference]] = {}
@@ -201,9 +209,10 @@ class MismatchError(CkptError, ValueError):
             if len(found) > SHOWN_DIFFERENCES:
                 shown.append(f"  ... and {len(found) - SHOWN_DIFFERENCES} more ({kind})")
         names = {kind: [one.name for one in found] for kind, found in kinds.items()}
-        remedy = _remedy(names, call)
+        remedy = _remedy(names, call, has_nothing)
+        fits = "has nothing for" if has_nothing else "does not fit"
         super().__init__(
-            f"{url} does not fit the target, which was not touched:\n" + "\n".join(shown) + remedy
+            f"{url} {fits} the target, which was not touched:\n" + "\n".join(shown) + remedy
         )
 
 
@@ -215,10 +224,11 @@ DCP_LOAD = "ckpt.dcp.load"
 """A call that has torch's arguments."""
 
 
-def _remedy(names: Mapping[str, Sequence[str]], call: str) -> str:
+def _remedy(names: Mapping[str, Sequence[str]], call: str, has_nothing: bool = False) -> str:
     """Returns the last line of a mismatch: the arguments of `call` that help.
 
-    `names` has the names of the differences by kind.
+    `names` has the names of the differences by kind. `strict=False` is the last advice: it keeps
+    what a mistake has left without its values.
 
     >>> _remedy({"missing": ["w"], "unexpected": ["a.w", "b.w"]}, "ckpt.load").rpartition(": ")[2]
     "''}"
@@ -233,31 +243,41 @@ def _remedy(names: Mapping[str, Sequence[str]], call: str) -> str:
             else "\n  Call ckpt.load, which takes strict=False, exclude= and rename=."
         )
     missing, unexpected = names.get("missing", ()), {*names.get("unexpected", ())}
-    if missing and (renamed := _one_prefix(missing, unexpected)):
-        return f"\n  Every missing name is in the checkpoint: call {call} with rename={renamed}"
+    renamed, number = _most_by_one_prefix(missing, unexpected)
+    if number:
+        some = "Every missing name is" if number == len(missing) else f"{number} of these names are"
+        return f"\n  {some} in the checkpoint: call {call} with rename={renamed}"
+    if has_nothing:
+        return f"\n  Call {call} with rename= if names have changed; or give another checkpoint."
     if names.keys() == {"unexpected"}:
         return (
-            f"\n  Give the target these entries as well. Or call {call} with strict=False, which "
-            "skips them, with exclude= and patterns of them, or with include= and patterns of the "
-            "names to load."
+            f"\n  Give the target these entries as well. Or call {call} with include= and patterns "
+            "of the names to load, with exclude= and patterns of these, or with strict=False, "
+            "which skips them."
         )
     return (
-        f"\n  Call {call} with strict=False, which skips missing and unexpected names and other "
-        "shapes, so that these parts of the target stay as they are; with exclude= and patterns "
-        "of these names; or with rename= if names have changed."
+        f"\n  Call {call} with rename= if names have changed; with exclude= and patterns of these "
+        "names, which then stay as they are; or with strict=False, which leaves all that differs "
+        "in name or shape as it is."
     )
 
 
-def _one_prefix(missing: Sequence[str], unexpected: Set[str]) -> dict[str, str]:
-    """Returns the `rename=` of one prefix that finds all missing names; empty if there is none."""
-    first = missing[0]
-    for name in sorted(unexpected):
-        more, less = name.removesuffix(f".{first}"), first.removesuffix(f".{name}")
-        if more != name and all(f"{more}.{one}" in unexpected for one in missing):
-            return {more: ""}
-        if less != first and {f"{less}.{one}" for one in unexpected} >= {*missing}:
-            return {"": less}
-    return {}
+def _most_by_one_prefix(missing: Sequence[str], unexpected: Set[str]) -> tuple[dict[str, str], int]:
+    """Returns the `rename=` of one prefix that finds at least half of the missing names.
+
+    Returns also how many it finds; 0 if there is none.
+    """
+    found: tuple[dict[str, str], int] = {}, 0
+    for first in missing[:SHOWN_DIFFERENCES]:
+        for name in sorted(unexpected):
+            more, less = name.removesuffix(f".{first}"), first.removesuffix(f".{name}")
+            if more != name:
+                number = sum(f"{more}.{one}" in unexpected for one in missing)
+                found = max(found, ({more: ""}, number), key=lambda pair: pair[1])
+            elif less != first:
+                number = len({f"{less}.{one}" for one in unexpected} & {*missing})
+                found = max(found, ({"": less}, number), key=lambda pair: pair[1])
+    return found if 2 * found[1] >= len(missing) else ({}, 0)
 
 
 DifferenceKind = Literal["missing", "unexpected", "shape", "dtype", "structure", "pattern"]

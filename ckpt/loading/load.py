@@ -514,7 +514,8 @@ def agree_on_plans(
         return matched.plans, matched.budget
     found = differences(ranks, matched.match, same["unexpected"], same["idle"])
     warns = ranks.rank == 0 or not same["differing"]
-    check = partial(check_fits, url, found, options.fit.strict, warns, TO_USER, options.call)
+    names = matched.match.saved_names
+    check = partial(check_fits, url, found, options.fit.strict, warns, TO_USER, options.call, names)
     checking = partial(_check_plans, matched, ranks, check)
     plans, told = ranks.run_and_compare(
         PLANNING,

@@ -409,14 +409,19 @@ def check_fits(
     warns: bool,
     stacklevel: int = 7,
     call: str = "ckpt.load",
+    saved_names: Iterable[str] = (),
 ) -> None:
     """Raises MismatchError with all differences, except those that `strict=False` skips.
 
     A warning names the skipped ones if `warns`. `call` is the call to repeat with other arguments.
+    If the target has none of `saved_names`, the load is a mistake also without `strict`.
     """
     if not strict:
         skipped = [d for d in found if d.problem in NOT_STRICT]
         found = [d for d in found if d not in skipped]
+        saved = {*saved_names}
+        if saved and saved <= {d.name for d in skipped if d.problem == "unexpected"}:
+            raise MismatchError(url, skipped, call, has_nothing=True)
         if skipped and warns:
             warn(make_skipped_warning(url, skipped), stacklevel=stacklevel)
     if found:

@@ -79,7 +79,7 @@ def test_all_differences_are_listed_before_anything_is_touched(tmp_path: Path) -
     }
     assert "the checkpoint has shape (4, 3), the target has (4, 2)" in str(error.value)
     assert "the checkpoint has dtype int64, the target has float32" in str(error.value)
-    assert str(error.value).count("ckpt.load with strict=False") == 1
+    assert str(error.value).count("or with strict=False") == 1
     assert repr(target) == repr(before)
 
 
@@ -102,6 +102,21 @@ def test_a_mismatch_names_the_argument_that_helps(tmp_path: Path) -> None:
     with pytest.raises(ckpt.MismatchError, match=r"with rename=\{'': 'model'\}$"):
         ckpt.load(tmp_path / "bare", {"model": target})
     ckpt.load(tmp_path / "bare", {"model": target}, rename={"": "model"})
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_prefix_of_most_names_is_named_and_nothing_is_no_load(
+    tmp_path: Path, strict: bool
+) -> None:
+    ckpt.save(tmp_path, {"app": {"model": {"w": torch.ones(2), "b": torch.ones(2)}}})
+    target = {"model": {"w": torch.zeros(2), "b": torch.zeros(2)}, "new": torch.zeros(1)}
+    head = "does not fit the target" if strict else "has nothing for the target"
+    with pytest.raises(ckpt.MismatchError, match=head) as error:
+        ckpt.load(tmp_path, target, strict=strict)
+    advice = "2 of these names are in the checkpoint: call ckpt.load with rename={'app': ''}"
+    assert str(error.value).endswith(advice)
+    ckpt.load(tmp_path, target, rename={"app": ""}, exclude="new")
+    assert target["model"]["w"].tolist() == [1.0, 1.0]  # type: ignore[call-overload]
 
 
 def test_a_long_list_of_differences_is_cut_short_but_kept_whole(tmp_path: Path) -> None:
@@ -127,13 +142,13 @@ def test_strict_false_skips_what_does_not_fit_with_a_warning(tmp_path: Path) -> 
 def test_a_warning_of_skipped_entries_has_all_of_them_and_says_how_many_it_shows(
     tmp_path: Path,
 ) -> None:
-    ckpt.save(tmp_path, {"a": 1})
-    target = {str(index): torch.zeros(1) for index in range(50)}
+    ckpt.save(tmp_path, {"a": 1, "0": torch.ones(1)})
+    target = {str(index): torch.zeros(1) for index in range(51)}
     with pytest.warns(ckpt.SkippedWarning, match=r"skips 51: .*; and 48 more$") as caught:
         ckpt.load(tmp_path, target, strict=False)
     [warning] = caught
     assert isinstance(warning.message, ckpt.SkippedWarning)
-    assert {one.name for one in warning.message.differences} == {"a", *target}
+    assert {"0", *(one.name for one in warning.message.differences)} == {"a", *target}
 
 
 def test_strict_false_does_not_hide_another_dtype_or_structure(tmp_path: Path) -> None:
