@@ -138,7 +138,7 @@ def ranks_of(kind: str, turn: int) -> int:
 
 
 def covering() -> dict[Run, list[Run]]:
-    """The pairs that CI runs: by target, the sources."""
+    """The pairs that are run: by target, the sources."""
     pairs: dict[Run, list[Run]] = {}
     for (i, source), (j, target) in product(enumerate(KINDS), repeat=2):
         if (i + j) % 3 == 0:
@@ -204,8 +204,7 @@ def named(run: Run) -> str:
     return f"{run[0]}-on-{run[1]}"
 
 
-@pytest.mark.wide
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("target", covering(), ids=named)
 def test_any_trainer_loads_what_any_other_saved_and_goes_on_as_it_would_have(
     clusters: Callable[[int], Any], saved: Callable[[Run], str], target: Run

@@ -293,6 +293,7 @@ def save_pair(folder, placement, compress):
         save(f"{folder}/{name}", state, compress=compress and name != "c", base=base)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_chunks_with_equal_checksums_are_not_read_and_the_result_is_the_same(

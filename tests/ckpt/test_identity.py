@@ -41,6 +41,7 @@ def save_on_ranks(folder: str) -> Any:
     return ckpt.id(state)
 
 
+@pytest.mark.thorough
 def test_formats_world_sizes_and_memory_have_one_identity(
     clusters: Callable[[int], Any], tmp_path: Path
 ) -> None:

@@ -58,7 +58,13 @@ def save_as(kind: str, place: Path, state: dict[str, torch.Tensor]) -> Path:
     return place
 
 
-@pytest.mark.parametrize("to", ["ckpt", "safetensors", "hf", "dcp"])
+@pytest.mark.parametrize(
+    "to",
+    [
+        "safetensors",
+        *(pytest.param(to, marks=pytest.mark.thorough) for to in ("ckpt", "hf", "dcp")),
+    ],
+)
 def test_a_merge_of_any_formats_is_the_sum_by_torch_to_the_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any
 ) -> None:
@@ -87,6 +93,7 @@ def merge_on_ranks(folder: str) -> None:
     ckpt.merge([f"{folder}/run"], f"{folder}/by-2.safetensors", last=2, part="model", group=None)
 
 
+@pytest.mark.thorough
 def test_several_ranks_merge_to_equal_bits(clusters: Callable[[int], Any], tmp_path: Path) -> None:
     clusters(2).run(merge_on_ranks, str(tmp_path))
     ckpt.merge([tmp_path / "run"], tmp_path / "by-1.safetensors", last=2, part="model")

@@ -151,7 +151,7 @@ def interleaved(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("step", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_newer_job_that_comes_at_any_moment_of_a_save_owns_the_run_after_it(
     tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

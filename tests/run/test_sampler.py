@@ -39,7 +39,7 @@ def stream(size: int, **how: Any) -> Iterator[int]:
             yield index
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     SIZES, st.booleans(), st.integers(0, 3), st.lists(st.tuples(RANKS, RANKS, st.integers(0, 9)))
 )
@@ -95,6 +95,7 @@ def test_with_drop_last_an_epoch_ends_with_the_samples_for_all_ranks(
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated")  # torchdata asks torch for all its names
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["torch", "torchdata"])
 def test_batches_that_a_loader_has_fetched_in_advance_do_not_count(kind: str, workers: int) -> None:
