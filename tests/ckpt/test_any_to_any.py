@@ -8,8 +8,8 @@ other options, loads, and trains those three steps.
 * What comes of the three steps is equal bit for bit where both compute alike, which is nearly
   everywhere; the note in `trainers` says where not and why. Elsewhere it is as close as `ROUNDING`.
 
-What CI runs has each kind as a target of four others and as a source of four, as a target at one
-world size and as a source at another. `slow` has every kind at every world size with every other.
+`make test-slow` runs this. The first table has each kind as a target of four others and as a source
+of four, as a target at one world size and as a source at another; the second every pair of both.
 """
 
 from __future__ import annotations
