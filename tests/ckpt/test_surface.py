@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import re
 import subprocess
@@ -21,6 +22,7 @@ from ckpt import arguments
 from ckpt.converting.target_formats import Format
 from ckpt.match.match_builder import Casting
 from ckpt.saving.background import SaveHandle
+from ckpt.stores.store import Store
 from sharding.kind import Kind
 
 ROOT = Path(ckpt.__file__).parent.parent
@@ -238,3 +240,16 @@ def test_a_checkpoint_that_nobody_refers_to_is_closed(saved: Path) -> None:
     assert close.alive
     del checkpoint
     assert not close.alive
+
+
+def test_what_stands_before_a_store_answers_only_for_what_a_store_has() -> None:
+    """Else a renamed method of stores passes by it in silence."""
+    fronts = {
+        "ckpt.removing.gc": ("_Seen", {"of"}),
+        "ckpt.stores.replacement_guard": ("_ReplacementGuard", set()),
+        "ckpt.converting.weighted_sum": ("_Sums", {"in_place", "server_path", "problem"}),
+    }
+    for module, (name, others) in fronts.items():
+        own = vars(getattr(importlib.import_module(module), name))
+        unknown = {each for each in own if not each.startswith("_")} - others - {*dir(Store)}
+        assert not unknown, (module, unknown)
