@@ -307,9 +307,10 @@ class PartialLoadError(CkptError):
         super().__init__(message)
 
     def __str__(self) -> str:
+        reason = self.reason.removesuffix(".")
         if not self.touched:
-            return f"{self.reason}. No tensor was touched; values and objects may have changed"
-        return f"{self.reason}. {describe_mixed(self.touched)}"
+            return f"{reason}. No tensor was touched; values and objects may have changed"
+        return f"{reason}. {describe_mixed(self.touched)}"
 
 
 class DamagedLoadError(PartialLoadError, CorruptError):

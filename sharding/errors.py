@@ -77,15 +77,23 @@ class CkptError(Picklable, Exception):
     kind = "ckpt"
     names: tuple[str, ...] = ()
     """All names of a list of which the message shows the first ones."""
+    shown_on: int | None = None
+    """A lower rank that raises an equal error: this rank's text then ends with its first line."""
 
     def __init__(self, *args: object, names: Iterable[str] = ()) -> None:
         super().__init__(*(without_secrets(one) if isinstance(one, str) else one for one in args))
         if names:
             self.names = tuple(names)
 
+    def __str__(self) -> str:
+        first, _, rest = self.reason.partition("\n")
+        if self.shown_on is None or not rest:
+            return self.reason
+        return f"{first}\n  Rank {self.shown_on} has the same error, and shows all of it."
+
     @property
     def reason(self) -> str:
-        """The message without a part that concerns this rank alone."""
+        """The whole message, without a part that concerns this rank alone."""
         return super().__str__()
 
 

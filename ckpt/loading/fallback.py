@@ -119,6 +119,9 @@ def load_or_older(
             kind = (DAMAGE | more).get(_failure(ranks))
             if kind is None:
                 if not touched or (is_said and not skipped):
+                    if isinstance(error, CkptError) and error.shown_on is not None:
+                        # The other rank shows the traceback, too.
+                        raise error.with_traceback(None) from error.__cause__
                     raise
                 is_replaced = _failure(ranks) in REPLACED
                 failure = ReplacedLoadError if is_replaced else PartialLoadError
@@ -159,6 +162,11 @@ def _advise(error: Exception, kind: str, fallback: bool | Sequence[Url]) -> None
         advice = "fallback=True found no older checkpoint beside it"
     elif fallback is False and kind not in (NotACheckpointError.kind, UNREADABLE):
         advice = "fallback=True would load the newest sound checkpoint beside it"
+        if isinstance(error, DamagedLoadError):
+            advice += (
+                ", and exclude= with the names of damaged tensors, which ckpt verify lists, "
+                "would load the others"
+            )
     else:
         return
     if isinstance(error, CkptError):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from struct import Struct
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
@@ -38,6 +38,7 @@ from sharding.agreement.rendezvous import Rendezvous
 from sharding.errors import (
     ArgumentError,
     ArgumentTypeError,
+    CkptError,
     DestroyedGroupError,
     NotAMemberError,
     RankError,
@@ -335,7 +336,11 @@ class Ranks:
                     raise join_errors[0]
                 if isinstance(error, TransferError) and answer != failure:
                     raise other from error  # the other rank has the cause
-                raise other if error is None else error
+                if error is None:
+                    raise other
+                if isinstance(error, CkptError) and replace(answer, rank=self.rank) == failure:
+                    error.shown_on = None if answer.rank == self.rank else answer.rank
+                raise error
         return answer
 
     def _error(self, failure: Failure) -> RankError:

@@ -128,6 +128,12 @@ def test_without_a_fallback_damage_is_an_error_that_names_it(run: Path, damage: 
     with pytest.raises(kind) as error:
         ckpt.load(run / "step-3", state(0))
     assert ("; fallback=True would load the newest sound" in str(error.value)) is is_there
+    advises_to_exclude = "exclude= with the names of damaged tensors" in str(error.value)
+    assert advises_to_exclude is isinstance(error.value, ckpt.DamagedLoadError)
+    if advises_to_exclude:
+        damaged = [problem.tensor for problem in ckpt.verify(run / "step-3").problems]
+        sound = ckpt.load(run / "step-3", state(0), exclude=[name for name in damaged if name])
+        assert sound["step"] == 3
     with pytest.raises(kind) as error:
         load_partly(
             *(run / "step-3", state(0)),

@@ -198,7 +198,7 @@ def load_uneven_steps(how: str, folder: str) -> tuple[str, bool]:
     try:
         ckpt.load(folder, state)
     except ckpt.MismatchError as error:
-        return str(error), bits(state["model"]) == before
+        return error.reason, bits(state["model"]) == before
     return "", bits(state["model"]) != before
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 import warnings
 from collections.abc import Callable
@@ -266,6 +267,29 @@ def test_a_misfit_on_one_rank_leaves_every_target_untouched(
 ) -> None:
     ckpt.save(tmp_path, {"w": torch.ones(4)})
     clusters(3).run(load_misfit_on, str(tmp_path), 1)
+
+
+def load_misfits(folder: str) -> tuple[str, str, int]:
+    """The text, the reason and the number of frames of an error, after pickle."""
+    with pytest.raises((ckpt.MismatchError, ckpt.RankError)) as raised:
+        ckpt.load(folder, {"w": torch.zeros((4, 5, 5, 6)[dist.get_rank()])})
+    error = pickle.loads(pickle.dumps(raised.value))
+    assert dist.get_rank() == 0 or [one.name for one in error.differences] == ["w"]
+    return str(error), error.reason, len(raised.traceback)
+
+
+def test_only_the_lowest_rank_shows_all_of_an_error_that_ranks_share(
+    clusters: Callable, tmp_path: Path
+) -> None:
+    ckpt.save(tmp_path, {"w": torch.ones(4)})
+    told, first, second, other = clusters(4).run(load_misfits, str(tmp_path))
+    assert "failed on rank 1" in told[0]
+    assert first[0] == first[1] == second[1]
+    head, tail = second[0].split("\n")
+    assert head == first[0].split("\n")[0]
+    assert tail == "  Rank 1 has the same error, and shows all of it."
+    assert second[2] <= 3 < first[2]
+    assert other[0] == other[1] != first[1]
 
 
 def save_where_there_is_one(folder: str) -> None:

@@ -353,7 +353,7 @@ def groups_that_differ(how: str) -> tuple[str, bool]:
     try:
         ckpt.state_dict.load(made, target)
     except ckpt.MismatchError as error:
-        return str(error), bits(target["model"]) == before and not target["optim"].state
+        return error.reason, bits(target["model"]) == before and not target["optim"].state
     return "", False
 
 

@@ -189,7 +189,7 @@ def load_what_differs(folder: str) -> dict[str, tuple[str, bool]]:
             ckpt.load(folder, {"app": ModelWrapper(model)})
             said = ""
         except ckpt.MismatchError as error:
-            said = str(error)
+            said = error.reason
         touched = any((p.to_local() != 0).any() for p in model.parameters())  # type: ignore[operator]
         found[case] = said, bool(touched)
     return found

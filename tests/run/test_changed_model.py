@@ -193,7 +193,7 @@ def goes_on(folder: str, local: str) -> list[object]:
             try:
                 run.restore(state, **wrong)
             except ckpt.CkptError as error:
-                told.append(str(error))
+                told.append(error.reason)
             try:
                 run.save(1, state)
             except ckpt.ExistsError as error:
