@@ -26,7 +26,6 @@ from ckpt.loading.load import Patterns
 from ckpt.match.match import match
 from ckpt.match.match_builder import Fit, Match, casting_of
 from ckpt.match.overlaps import check_fits, check_preflight_scalars, differences, fingerprints
-from ckpt.match.selection import Selection
 from ckpt.state.flatten import FlatState, flatten
 from ckpt.state.merged_state import (
     MergedState,
@@ -35,7 +34,7 @@ from ckpt.state.merged_state import (
     spec_of,
     with_values_of_first,
 )
-from ckpt.state.patterns import Rename
+from ckpt.state.patterns import Rename, Selection
 from ckpt.state.saved import Saved
 from ckpt.state.state_spec import check_members, with_versions
 from ckpt.state.stateful import with_names

@@ -175,8 +175,7 @@ def _describe(options: Options, source: Source, found: Sequence[RankReads]) -> d
 
 def _check_rules(source: Source, rules: Sequence[object]) -> None:
     from ckpt.converting.layouts import PlacementRule
-    from ckpt.match.selection import check_names_some
-    from ckpt.state.patterns import matches
+    from ckpt.state.patterns import check_names_some, matches
 
     for rule in rules:
         assert isinstance(rule, PlacementRule)

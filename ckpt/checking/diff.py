@@ -13,7 +13,7 @@ Rules:
 5. Where both sides have checksums of the same chunks, only chunks whose checksums differ are read.
    All checksums of what is read are compared too, also if a tensor is a part of a record. A wrong
    checksum is an error, not a difference.
-6. A pattern must match a name of one of the two (`ckpt.match.selection`). A mistyped pattern would
+6. A pattern must match a name of one of the two (`ckpt.state.patterns`). A mistyped pattern would
    otherwise find no difference.
 """
 
@@ -36,8 +36,8 @@ from ckpt.checking.elements import (
 )
 from ckpt.mapping.changes import Changes, MappingName
 from ckpt.mapping.structure import Container, StructureDifference, compare_structure, containers
-from ckpt.match.selection import Selection
 from ckpt.opening.sources import Source, open_source
+from ckpt.state.patterns import Selection
 from ckpt.state.saved import Missing, Saved, by_name
 from ckpt.stores.store import Options
 from ckpt.transfer.read import RangeReader

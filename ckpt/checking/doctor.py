@@ -42,7 +42,7 @@ from ckpt.stores.conditional_writes import NO_LIMIT
 from ckpt.stores.driver import StreamDriver
 from ckpt.stores.local_store import NO_HARD_LINKS, RENAME_NOREPLACE, LocalStore, rename_with
 from ckpt.stores.object_store import ObjectStore
-from ckpt.stores.request_errors import UnsupportedRequestError
+from ckpt.stores.retries import UnsupportedRequestError
 from ckpt.stores.store import Options, Store, join_url, local_path, open_store
 from formats.errors import FormatError
 from sharding.errors import format_names, without_secrets

@@ -23,8 +23,8 @@ import numpy as np
 from ckpt.arguments import memory_budget
 from ckpt.checking.elements import read_elements
 from ckpt.errors import ArgumentError, ArgumentTypeError
-from ckpt.match.selection import Selection
 from ckpt.opening.sources import open_source
+from ckpt.state.patterns import Selection
 from ckpt.stores.store import Options
 from ckpt.transfer.read import RangeReader, bytes_of, workers_for
 from ckpt.transfer.record_sums import RecordSums

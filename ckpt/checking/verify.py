@@ -22,8 +22,7 @@ from functools import partial
 
 from ckpt.checking.report import Findings, Problem, Report
 from ckpt.checking.verify_native import check_native
-from ckpt.opening.sources import Source, name_folder, open_source
-from ckpt.stores.replacement_guard import unless_replaced
+from ckpt.opening.sources import Source, name_folder, open_source, unless_replaced
 from ckpt.stores.store import Options, Store, is_file, local_path, open_store, split_url
 from ckpt.transfer.read import RangeReader
 from ckpt.transfer.record_sums import RecordSums

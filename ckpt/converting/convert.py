@@ -57,7 +57,7 @@ from ckpt.mapping.casts import Casts
 from ckpt.mapping.changes import Changes, MappingName, Part, place_of_model, place_of_module
 from ckpt.mapping.model_files import ModelFiles, base_name_of, config_of, plans_of
 from ckpt.opening.sources import Source, open_source
-from ckpt.stores.request_errors import explained_on_disk
+from ckpt.stores.local_files import explained_on_disk
 from ckpt.stores.store import Options, local_path, open_store, split_url
 from ckpt.transfer.copy_shares import call_together, memory_bytes_of, write_plans
 from formats import dcp, gguf, npz, torch_save

@@ -25,8 +25,8 @@ from math import prod
 from ckpt.converting.layouts import Division, run_of
 from ckpt.mapping.casts import NO_CASTS, Casts
 from ckpt.mapping.structure import names_of
-from ckpt.match.selection import Selection, map_selected
 from ckpt.plan.copy_plan import CopySource
+from ckpt.state.patterns import Selection, map_selected
 from ckpt.stores.store import Options, Store, local_path, open_store
 from ckpt.transfer.commit import commit, is_not_there, now
 from ckpt.transfer.copy_files import FileCopier

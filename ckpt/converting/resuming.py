@@ -27,7 +27,7 @@ import xxhash
 from ckpt.converting.targets import remove
 from ckpt.errors import ExistsError
 from ckpt.opening.sources import Source
-from ckpt.stores.request_errors import explained_on_disk
+from ckpt.stores.local_files import explained_on_disk
 from formats.catalog import FilePlan, Late, OutgoingTensor
 from formats.storage import FileWriter, Writer
 

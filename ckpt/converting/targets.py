@@ -33,12 +33,12 @@ from warnings import warn
 
 from ckpt.errors import ExistsError, NotDurableWarning, StoreError
 from ckpt.opening.sources import Source, checkpoints_below
+from ckpt.stores.local_files import explained_on_disk
 from ckpt.stores.local_store import PART_SUFFIX, RENAME_EXCHANGE, rename_with
-from ckpt.stores.request_errors import explained_on_disk
-from ckpt.stores.served_store import check_writable
 from ckpt.stores.store import (
     Options,
     Store,
+    check_writable,
     is_file,
     join_url,
     local_path,

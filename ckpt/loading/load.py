@@ -31,7 +31,6 @@ from ckpt.match.match import match
 from ckpt.match.match_builder import Casting, Fit, Match, casting_of
 from ckpt.match.match_stateful import select_weights
 from ckpt.match.overlaps import check_fits, check_preflight_scalars, differences, fingerprints
-from ckpt.match.selection import Selection
 from ckpt.opening.sources import Source, open_source
 from ckpt.plan.load_plan import (
     NOTHING_SHARED,
@@ -44,7 +43,7 @@ from ckpt.plan.load_plan import (
 from ckpt.plan.read_plan import BoxCopies
 from ckpt.plan.reuse import pause_collection
 from ckpt.state.memory import will_change
-from ckpt.state.patterns import Rename
+from ckpt.state.patterns import Rename, Selection
 from ckpt.state.saved import Saved
 from ckpt.stores.addresses import is_live, is_newest, parse
 from ckpt.stores.store import Options

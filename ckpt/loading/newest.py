@@ -30,11 +30,13 @@ from warnings import warn
 from ckpt.checking.verify import verify as verify_all
 from ckpt.display import natural
 from ckpt.errors import FallbackWarning, NotACheckpointError, ReplacedError, Skipped
-from ckpt.opening.sources import checkpoints_below, nothing_at, similar_path
-from ckpt.stores.replacement_guard import (
+from ckpt.opening.sources import (
     MANIFEST_HEAD_BYTES,
+    checkpoints_below,
     head_now,
+    nothing_at,
     replaced_error,
+    similar_path,
     unless_replaced,
 )
 from ckpt.stores.store import Options, Store, absolute, is_file, join_url, open_store, split_url

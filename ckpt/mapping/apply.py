@@ -27,8 +27,7 @@ from dataclasses import dataclass, replace
 
 from ckpt.mapping.members import Group, Indices, Member, Texts, member_of
 from ckpt.mapping.rules import Rule, TensorMapping
-from ckpt.match.selection import no_name
-from ckpt.state.patterns import is_plain, matches, prefix_in, renamer
+from ckpt.state.patterns import is_plain, matches, no_name, prefix_in, renamer
 from ckpt.state.saved import holds_tensor, leaves
 from formats.catalog import Catalog, Key, TensorRecord, TensorRef, Tree, join
 from formats.native.tree import ROOT

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from ckpt.arguments import DtypeName
-from ckpt.match.selection import no_name
-from ckpt.state.patterns import expression, matches
+from ckpt.state.patterns import expression, matches, no_name
 from formats.catalog import TensorRecord
 from formats.dtypes import DType, dtype_of_torch
 from sharding.errors import ArgumentError

@@ -38,8 +38,8 @@ from ckpt.mapping.model_files import (
 )
 from ckpt.mapping.rules import Rule, TensorMapping, parse_mapping, read_mapping_file
 from ckpt.mapping.structure import names_of
-from ckpt.match.selection import Selection, is_selected, map_selected
 from ckpt.opening.sources import Source
+from ckpt.state.patterns import Selection, is_selected, map_selected
 from ckpt.state.saved import Missing, Saved, holds_tensor, nodes_in
 from formats.catalog import Catalog, Key, TensorRef, Tree, join
 from formats.errors import UnsupportedError

@@ -24,9 +24,9 @@ from ckpt.match.match_optimizer import match_optimizer
 from ckpt.match.match_positions import name_like_target
 from ckpt.match.match_stateful import fill_mapping, match_per_rank, match_stateful
 from ckpt.match.overlaps import find_shared_memory
-from ckpt.match.selection import no_name
 from ckpt.plan.load_plan import LoadItem
 from ckpt.state.memory import ORDINARY, check_mode, kind_problem, memory_problem, torch_can_share
+from ckpt.state.patterns import no_name
 from ckpt.state.per_rank import PerRank
 from ckpt.state.saved import MISSING, Missing, Saved, holds_tensor, kind_of
 from ckpt.state.stateful import (

@@ -27,10 +27,9 @@ from typing import NamedTuple
 import torch
 
 from ckpt.errors import Difference, DifferenceKind
-from ckpt.match.selection import Claim, Selection
 from ckpt.plan.load_plan import LoadItem
 from ckpt.state.memory import empty_for, is_plain, torch_dtype
-from ckpt.state.patterns import Rename
+from ckpt.state.patterns import Claim, Rename, Selection
 from ckpt.state.saved import Missing, Saved, holds_tensor
 from ckpt.state.typed_values import restore_values
 from formats.catalog import OpaqueValue, TensorRecord, TensorRef, Tree, join

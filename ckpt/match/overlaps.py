@@ -31,9 +31,9 @@ import xxhash
 
 from ckpt.errors import NOT_STRICT, Difference, MismatchError, make_skipped_warning
 from ckpt.match.match_builder import Match, Target
-from ckpt.match.selection import Claim
 from ckpt.plan.load_plan import LoadItem
 from ckpt.state.memory import memory_of
+from ckpt.state.patterns import Claim
 from sharding.agreement.ranks import HASH_BITS, Ranks
 
 MOST_UNITS = 16 << 20

@@ -11,11 +11,11 @@ from ckpt.opening.sources import advice_at
 from ckpt.removing.gc import check_no_link, remove_old
 from ckpt.step_names import pins_in, step_of
 from ckpt.stores.local_store import LocalStore
-from ckpt.stores.served_store import check_writable
 from ckpt.stores.store import (
     Options,
     Store,
     absolute,
+    check_writable,
     is_file,
     join_url,
     link_at,

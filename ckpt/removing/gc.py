@@ -30,10 +30,10 @@ from warnings import warn
 from ckpt.errors import ArgumentError, UnreadableWarning
 from ckpt.mapping.model_files import ADAPTER, CONFIG
 from ckpt.stores.driver import Unfinished
-from ckpt.stores.served_store import check_writable
 from ckpt.stores.store import (
     Options,
     Store,
+    check_writable,
     join_url,
     link_at,
     local_path,

@@ -19,9 +19,8 @@ from ckpt.removing.delete import delete_step
 from ckpt.run.history import check_no_foreign_steps, run_steps
 from ckpt.run.local_tier import LocalOptions, LocalTier
 from ckpt.run.memory_tier import Memory, MemoryTier, open_live_state
-from ckpt.run.owner import Ownership
+from ckpt.run.owner import Ownership, host_name, machine, provenance
 from ckpt.run.policy import Failures, RunStep, newest_steps
-from ckpt.run.provenance import host_name, machine, provenance
 from ckpt.run.removal import set_pin
 from ckpt.step_names import folder_name
 from ckpt.stores.store import Options, join_url, open_store

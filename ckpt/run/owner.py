@@ -1,6 +1,6 @@
-"""The owner of a run's folder: the start that began to save last. The saves of others are errors.
+"""The owner of a run's folder, and the program that it is. The saves of others are errors.
 
-Rules:
+The owner is the start that began to save last. Rules:
 
 1. A start takes its epoch at its first save: it creates `owner-EPOCH.json`, only if no file of this
    name exists, and then removes those of lower epochs. The highest epoch owns the folder. A start
@@ -15,22 +15,26 @@ Rules:
    found when it began, and the owner's file tells that of the owner: the later start found the
    higher one. Only of two that found the same one the clock tells which began later.
 5. The local folder of each host has such files too, with the epoch of the run.
+6. The manifest of each checkpoint tells the program that saved it: its command line, source
+   revision, versions and hosts (`provenance`).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import secrets
+import socket
+import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 
 from ckpt.errors import CkptError, ExistsError, NotOwnerError
 from ckpt.loading.newest import seconds_of
-from ckpt.run.provenance import COMMAND_CHARS, host_name
 from ckpt.stores.driver import ObjectInfo
 from ckpt.stores.store import Options, Store, open_store
 from ckpt.transfer.facts import Beside, Known, Listing
@@ -242,3 +246,66 @@ def _has(store: Store, epoch: int, data: bytes) -> bool:
         return store.read_whole(file_name(epoch), MOST_BYTES) == data
     except FileNotFoundError:
         return False
+
+
+COMMAND_CHARS = 1000
+"""Longer command lines are cut: the manifest's first 4 KiB hold this text."""
+SHOWN_HOSTS = 16
+GIT_SECONDS = 5.0
+
+
+def provenance(hosts: Sequence[str]) -> str:
+    """Returns JSON for a manifest: command, git revision, Python, torch and the hosts of the ranks.
+
+    `hosts` has one name for each rank. A directory without git has no revision.
+    """
+    import torch
+
+    names = list(dict.fromkeys(hosts))
+    found = {
+        "command": without_secrets(" ".join(sys.orig_argv))[:COMMAND_CHARS],
+        "git": git_revision(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "hosts": names[:SHOWN_HOSTS],
+        "host_count": len(names),
+    }
+    return json.dumps({key: value for key, value in found.items() if value})
+
+
+def host_name() -> str:
+    """Returns the name of this host."""
+    return socket.gethostname()
+
+
+def machine() -> str:
+    """Returns a text that identifies this machine since its last start; empty if unknown."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def git_revision(folder: str | None = None) -> str:
+    """Returns the commit of a folder, with `+` if files differ from it; empty without git."""
+    here = folder or os.getcwd()
+    head = _git(here, "rev-parse", "HEAD")
+    if not head:
+        return ""
+    return head + ("+" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(folder: str, *arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            # a look must not hold the lock of the user's index
+            ["git", "--no-optional-locks", "-C", folder, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=GIT_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -36,8 +36,7 @@ from ckpt.state.merged_state import (
 )
 from ckpt.state.state_spec import StateSpec, check_members
 from ckpt.stores.local_store import LocalStore
-from ckpt.stores.served_store import check_writable
-from ckpt.stores.store import Store, split_url
+from ckpt.stores.store import Store, check_writable, split_url
 from ckpt.transfer.bases import bases_used, check_unused, folder_beside
 from ckpt.transfer.commit import check_no_link, check_no_other, commit, is_not_there, now
 from ckpt.transfer.facts import Beside

@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ckpt.errors import StoreError
-from ckpt.stores.request_errors import explained_on_disk
+from ckpt.stores.local_files import explained_on_disk
 from ckpt.stores.shared_memory import (
     GENERATION,
     NO_DATA,

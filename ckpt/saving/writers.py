@@ -26,7 +26,7 @@ from ckpt.errors import StoreError
 from ckpt.saving.arena import Arena, set_progress
 from ckpt.saving.staging import page_lock, release
 from ckpt.saving.writer_process import IGNORED
-from ckpt.stores.request_errors import explained_on_disk
+from ckpt.stores.local_files import explained_on_disk
 from ckpt.transfer.write_job import WriteJob, job_message, read_answer, write_staged
 from formats.native.shard import Progress, ShardSummary
 

@@ -22,8 +22,7 @@ from typing import Any, TypeVar
 
 from ckpt.errors import ExistsError, ReplacedError, StoreError
 from ckpt.stores.driver import MultipartDriver, StoreCapabilities, StreamDriver
-from ckpt.stores.request_errors import UnsupportedRequestError
-from ckpt.stores.retries import ErrorClass
+from ckpt.stores.retries import ErrorClass, UnsupportedRequestError
 from sharding.errors import without_secrets
 
 T = TypeVar("T")

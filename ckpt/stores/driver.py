@@ -91,14 +91,6 @@ class ShortAnswerError(CorruptError):
     """The response to a read has fewer bytes than it announced."""
 
 
-class PastEndError(CorruptError):
-    """The file ends before the requested bytes."""
-
-    def __init__(self, size: int | None) -> None:
-        self.size = size
-        super().__init__(f"the file ends at {size}")
-
-
 class Driver(Protocol):
     """The requests of a driver. `error_class` classifies the errors that they raise.
 

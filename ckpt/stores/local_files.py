@@ -1,7 +1,8 @@
 """Files of a folder on a disk: kept open for reads, and written while more data comes.
 
 One read at a time uses a descriptor. A file stays the same file while it is kept open, even if
-another process replaces it. `OPEN_FILES` later files close the oldest.
+another process replaces it. `OPEN_FILES` later files close the oldest. An error of the system
+becomes one that says what failed, at which path, and what to do.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckpt.errors import CkptError
-from ckpt.stores.request_errors import disk_error, explained_on_disk
+from ckpt.errors import AccessDeniedError, CkptError, StoreError
 from formats.errors import CorruptError, GoneError, HostileError
 from formats.storage import Buffer
 
@@ -28,6 +28,85 @@ BAD_SECTOR = (errno.EIO, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN)
 MISSING = (errno.ENOENT, errno.ENOTDIR)
 GONE = (*MISSING, errno.ESTALE)
 """The errors for a file that is not there any more; ESTALE is that of a network file system."""
+
+
+_ADVICE = (
+    ((errno.ENOSPC, errno.EDQUOT), "free some space or raise the quota, or choose another disk"),
+    (
+        (errno.EFBIG,),
+        "the disk or `ulimit -f` allows no file of this size: raise the limit, or save elsewhere",
+    ),
+    ((errno.EROFS,), "mount the disk for writing, or choose another place"),
+    (
+        (errno.EACCES, errno.EPERM),
+        "look at the owner and the permissions of this path and of the folders above it",
+    ),
+    (
+        (errno.EMFILE,),
+        "this process has as many open files as it may have: raise `ulimit -n`, or close some",
+    ),
+    (
+        (errno.ENFILE, errno.ENOMEM, errno.EAGAIN),
+        "the machine or a limit (`ulimit -a`) has no more: raise it, or end other programs",
+    ),
+    ((errno.ENAMETOOLONG,), "choose a shorter path"),
+    (
+        (errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EEXIST, errno.ENOTEMPTY),
+        "look at this path: it has a file, folder or link in place of another one",
+    ),
+    (
+        (errno.ENOENT, errno.ESTALE),
+        "another program has moved or removed it, or its folder: look at this path, and try again",
+    ),
+    ((errno.EBUSY, errno.ETXTBSY), "another program uses it: end that program, and try again"),
+    (
+        (errno.EIO, errno.ENXIO, errno.ENODEV, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG),
+        "the disk fails: the system's log says more; choose another disk",
+    ),
+    (
+        (errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.EREMCHG),
+        "is the server of this disk up?",
+    ),
+)
+"""The remedies of errors of the operating system."""
+
+
+def disk_error(doing: str, place: str, error: OSError) -> StoreError:
+    """Returns the error that says what failed, at which path, and what to do.
+
+    `doing` is the call as a verb (`writing`). The error keeps the number of the system's error.
+    """
+    number = error.errno or 0
+    said = error.strerror or str(error)
+    remedy = next((advice for numbers, advice in _ADVICE if number in numbers), "try again")
+    denied = number in (errno.EACCES, errno.EPERM)
+    found = (AccessDeniedError if denied else StoreError)(
+        f"{place}: {doing} it failed: {said}; {remedy}"
+    )
+    found.errno = number
+    return found
+
+
+class explained_on_disk:  # noqa: N801 - as `contextlib.suppress`: it is called like a function
+    """Raises StoreError (`disk_error`) in place of an error of the operating system.
+
+    With `or_missing` the error for a path that is not there passes through. A class takes a third
+    of the time of a generator, and a save enters some forty of these.
+    """
+
+    __slots__ = ("_doing", "_or_missing", "_place")
+
+    def __init__(self, doing: str, place: str, or_missing: bool = False) -> None:
+        self._doing, self._place, self._or_missing = doing, place, or_missing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, OSError) or isinstance(error, CkptError):
+            return
+        if not (self._or_missing and isinstance(error, FileNotFoundError | NotADirectoryError)):
+            raise disk_error(self._doing, self._place, error) from error
 
 
 def plain(path: str) -> str:

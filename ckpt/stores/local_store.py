@@ -37,10 +37,12 @@ from ckpt.stores.local_files import (
     LocalFileWriter,
     OpenFiles,
     close_descriptor,
+    disk_error,
+    explained_on_disk,
     folder_start,
     plain,
 )
-from ckpt.stores.request_errors import UnflushedError, disk_error, explained_on_disk
+from ckpt.stores.retries import UnflushedError
 from formats.detect import is_shard
 from formats.errors import CorruptError, SizeError, TooLargeError
 from formats.native.manifest import MANIFEST
@@ -62,6 +64,8 @@ DISK_S_OWN = "lost+found"
 
 class LocalStore:
     """The store of a local folder. A write creates the folder if it does not exist."""
+
+    refusal = ""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.url = os.fspath(folder)

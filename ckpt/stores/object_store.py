@@ -28,15 +28,22 @@ from ckpt.stores.driver import (
     CopyingDriver,
     MultipartDriver,
     ObjectInfo,
-    PastEndError,
     Start,
     StoreCapabilities,
     StreamDriver,
     Unfinished,
     repeating,
 )
-from ckpt.stores.request_errors import UnsupportedRequestError, UploadGoneError, explain
-from ckpt.stores.retries import ErrorClass, OverNetwork, RetryPolicy, retry_policy
+from ckpt.stores.retries import (
+    ErrorClass,
+    OverNetwork,
+    PastEndError,
+    RetryPolicy,
+    UnsupportedRequestError,
+    UploadGoneError,
+    explain,
+    retry_policy,
+)
 from ckpt.stores.uploads import PartSizes, Upload, UploadRequests, open_writer
 from formats.detect import is_shard
 from formats.errors import CorruptError, GoneError, SizeError, TooLargeError
@@ -65,6 +72,8 @@ CANCEL_SECONDS = 10.0
 
 class ObjectStore(ConditionalWrites, OverNetwork):
     """The store of any folder that is not on a local disk."""
+
+    refusal = ""
 
     def __init__(
         self,

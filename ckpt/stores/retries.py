@@ -1,4 +1,4 @@
-"""The retry policy of all requests to servers.
+"""The failures of requests to servers: their classes, the retries, and the errors of the last try.
 
 Rules:
 
@@ -14,6 +14,7 @@ Rules:
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
@@ -23,10 +24,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from enum import Enum
+from errno import ENOENT
 from typing import TypeVar
 from warnings import warn
 
-from ckpt.errors import WireWarning
+from ckpt.errors import AccessDeniedError, ExistsError, StoreError, WireWarning
+from formats.errors import CorruptError
 from sharding.agreement.call_events import count_reread
 from sharding.errors import ArgumentError, without_secrets
 
@@ -186,3 +189,100 @@ def retry_policy() -> RetryPolicy:
     if not 0 <= seconds < float("inf"):
         raise ArgumentError(f"{VARIABLE} is {text!r}; give a number of seconds, such as 300")
     return RetryPolicy(seconds)
+
+
+class UnsupportedRequestError(StoreError):
+    """The server does not support a request."""
+
+
+class UploadGoneError(StoreError):
+    """The parts of an upload are gone."""
+
+
+class UnflushedError(StoreError):
+    """The file is there under its name, which a loss of power may undo."""
+
+
+class PastEndError(CorruptError):
+    """The file ends before the requested bytes."""
+
+    def __init__(self, size: int | None) -> None:
+        self.size = size
+        super().__init__(f"the file ends at {size}")
+
+
+_SOURCES = "storage_options= or the driver's environment variables, files or role"
+_REMEDIES = {
+    ErrorClass.DENIED: (
+        "check the credentials, in storage_options= or the driver's environment variables, and "
+        "their permissions"
+    ),
+    ErrorClass.STALE: (
+        "the server does not take these credentials, which have expired, were replaced or are "
+        f"wrong, also after they were read again from their source; renew them in {_SOURCES}"
+    ),
+    ErrorClass.SKEWED: "set this machine's clock: it differs too much from the server's",
+    ErrorClass.ARCHIVED: (
+        "the file lies in an archive: restore it to a class of storage that can be read at once, "
+        "and exclude the newest checkpoints from the rule of the bucket that archives"
+    ),
+    ErrorClass.QUOTA: (
+        "delete something, such as old checkpoints (`ckpt rm --keep`), or raise the quota"
+    ),
+    ErrorClass.FULL: "the server has no space left: delete something, or choose another one",
+    ErrorClass.OTHER_REGION: (
+        "the bucket lies in another region: name it in storage_options="
+        "{'client_kwargs': {'region_name': ...}} or AWS_DEFAULT_REGION"
+    ),
+    ErrorClass.UNSUMMED: (
+        "a bucket with Object Lock wants a checksum with each file: pass storage_options="
+        "{'config_kwargs': {'request_checksum_calculation': 'when_supported'}}"
+    ),
+}
+"""The remedies of refused requests to a server."""
+
+
+def explain(
+    doing: str, place: str, error: Exception, kind: ErrorClass, seconds: float
+) -> Exception:
+    """Returns the error that says what failed, at which URL, and what to do.
+
+    `doing` is the request as a verb (`reading`), `kind` the driver's class of the error, and
+    `seconds` the deadline of the retries; 0 for a request that is sent once.
+    """
+    said = f"{type(error).__name__}: {error}"
+    match kind:
+        case ErrorClass.MISSING:
+            return FileNotFoundError(ENOENT, os.strerror(ENOENT), without_secrets(place))
+        case ErrorClass.PAST_END:
+            return PastEndError(None)
+        case ErrorClass.EXISTS:
+            return ExistsError(f"{place} exists already")
+        case ErrorClass.UNSUPPORTED:
+            return UnsupportedRequestError(
+                f"{place}: {doing} it failed: the server does not support the request: {said}"
+            )
+        case ErrorClass.NO_BUCKET:
+            return StoreError(f"{place}: there is no such bucket: create it or correct the URL")
+        case ErrorClass.NO_UPLOAD:
+            return UploadGoneError(
+                f"{place}: {doing} it failed: its parts are gone ({said}): a rule of the bucket, "
+                "`ckpt gc` or another program has aborted the upload; save again"
+            )
+        case ErrorClass.DENIED | ErrorClass.STALE | ErrorClass.SKEWED | ErrorClass.ARCHIVED:
+            denied = AccessDeniedError(
+                f"{place}: {doing} it was denied ({said}); {_REMEDIES[kind]}"
+            )
+            if kind in (ErrorClass.DENIED, ErrorClass.ARCHIVED):
+                denied.errno = errno.EACCES  # as on a disk: this file alone may be out of reach
+            return denied
+        case _ if kind in _REMEDIES:
+            return StoreError(f"{place}: {doing} it failed ({said}); {_REMEDIES[kind]}")
+        case ErrorClass.PASSING if isinstance(error, CorruptError):
+            return CorruptError(f"{place}: {doing} it failed each time: {said}")
+        case ErrorClass.PASSING if seconds:
+            return StoreError(
+                f"{place}: {doing} it failed each time for {seconds:g} s ({VARIABLE}), at last "
+                f"with {said}; check that the server is up, and its address"
+            )
+    return StoreError(f"{place}: {doing} it failed: {said}")

@@ -25,7 +25,6 @@ from ckpt.stores.driver import (
     ObjectInfo,
     OwnOptions,
     PartLimits,
-    PastEndError,
     Session,
     ShortAnswerError,
     Start,
@@ -36,7 +35,7 @@ from ckpt.stores.driver import (
     count_request,
     in_loop,
 )
-from ckpt.stores.retries import ErrorClass
+from ckpt.stores.retries import ErrorClass, PastEndError
 from sharding.errors import ArgumentError, without_secrets
 
 T = TypeVar("T")

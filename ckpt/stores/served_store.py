@@ -48,7 +48,6 @@ class ReadOnlyStore(OverNetwork):
     url: str
     options: Mapping[str, Any]
     refusal: str
-    """The end of the message of a call that writes."""
     size: Callable[[str], int]
     read: Callable[[str, int, int], bytes]
     capabilities = StoreCapabilities(
@@ -114,12 +113,6 @@ class ReadOnlyStore(OverNetwork):
 
     def _refuse(self, name: str) -> NoReturn:
         raise StoreError(f"{self.url}/{name}: {self.refusal}")
-
-
-def check_writable(store: object) -> None:
-    """Raises StoreError if a store is only read."""
-    if isinstance(store, ReadOnlyStore):
-        raise StoreError(f"{store.url}: {store.refusal}")
 
 
 LOOK_SECONDS = 5.0

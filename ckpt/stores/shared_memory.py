@@ -20,7 +20,7 @@ from functools import cache
 from time import perf_counter
 
 from ckpt.errors import StoreError
-from ckpt.stores.request_errors import explained_on_disk
+from ckpt.stores.local_files import explained_on_disk
 
 GENERATION = slice(8, 16)
 """In sealed memory: the place of the random number that each save gives it."""

@@ -26,8 +26,8 @@ from urllib.parse import unquote
 from ckpt.errors import StoreError
 from ckpt.stores.addresses import TOKEN, is_live
 from ckpt.stores.driver import Start, StoreCapabilities, Unfinished
+from ckpt.stores.local_files import explained_on_disk
 from ckpt.stores.local_store import LocalStore
-from ckpt.stores.request_errors import explained_on_disk
 from formats.storage import FileWriter, Reader
 from sharding.errors import ArgumentError, cause_without_secrets, without_secrets
 
@@ -50,6 +50,8 @@ class Store(Reader, Protocol):
 
     options: Mapping[str, Any]
     """The driver's options, for stores beside this one. Never show them: they may hold secrets."""
+    refusal: str
+    """The reason why nothing is written here, for errors; empty where files are written."""
 
     @property
     def capabilities(self) -> StoreCapabilities:
@@ -165,6 +167,12 @@ class Store(Reader, Protocol):
     def __enter__(self) -> Store: ...
 
     def __exit__(self, *exc: object) -> None: ...
+
+
+def check_writable(store: Store) -> None:
+    """Raises StoreError if a store is only read."""
+    if store.refusal:
+        raise StoreError(f"{store.url}: {store.refusal}")
 
 
 def open_store(url: str | os.PathLike[str], options: Options = None) -> Store:
@@ -292,7 +300,7 @@ def _is_known_served(url: str) -> bool:
 def _bucket(url: str, options: dict[str, Any]) -> Store:
     import fsspec  # these imports are here because a local disk needs none of them
 
-    from ckpt.stores.drivers import driver_of, own_options, settings_of
+    from ckpt.stores.fsspec_driver import driver_of, own_options, settings_of
     from ckpt.stores.object_store import ObjectStore
 
     place = url if url.endswith("://") else url.rstrip("/")

@@ -29,7 +29,7 @@ from ckpt.errors import (
     ReplacedError,
     StoreError,
 )
-from ckpt.stores.request_errors import UnflushedError
+from ckpt.stores.retries import UnflushedError
 from ckpt.stores.store import Store, link_at, local_path, split_url
 from ckpt.transfer.bases import base_files_beside, check_unused, is_as_it_was, manifest_now
 from ckpt.transfer.facts import Beside, Listing, facts_of, note

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import ckpt
 from ckpt.loading.fallback import DAMAGE, Loaded, load_or_older
 from ckpt.loading.load import load_partly
-from ckpt.stores.replacement_guard import TRIES
+from ckpt.opening.sources import TRIES
 from formats.errors import FormatError, UnsupportedError
 from sharding.agreement.ranks import Ranks
 from tests.conftest import RankDied

@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import ckpt
 from ckpt.errors import AccessDeniedError, ExistsError, LeftOverWarning, StoreError
-from ckpt.stores import drivers, object_store, served_store
+from ckpt.stores import fsspec_driver, object_store, served_store
 from ckpt.stores.driver import PartLimits
 from ckpt.stores.retries import ErrorClass, RetryPolicy
 from ckpt.stores.store import Store, open_store
@@ -627,7 +627,7 @@ def test_a_web_server_that_says_nothing_is_an_error_after_the_time_of_one_answer
 ) -> None:
     monkeypatch.setenv("CKPT_STORE_DEADLINE", "0")
     monkeypatch.setattr(served_store, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(drivers, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(fsspec_driver, "ANSWER_SECONDS", 0.2)
     with socket.create_server((HOST, 0)) as silent:
         url = f"http://{HOST}:{silent.getsockname()[1]}/run"
         with pytest.raises(StoreError, match=r"listing it failed.*[Tt]imeout"):
@@ -635,7 +635,7 @@ def test_a_web_server_that_says_nothing_is_an_error_after_the_time_of_one_answer
 
 
 def test_no_folder_is_beside_the_root_of_a_web_server() -> None:
-    driver = drivers.driver_of(fsspec.filesystem("http"))
+    driver = fsspec_driver.driver_of(fsspec.filesystem("http"))
     root = object_store.ObjectStore("http://host", "http://host", driver, {})
     with pytest.raises(ckpt.GoneError, match=r"http://host/\.\./other\.host/data"):
         root.read("../other.host/data", 0, 1)

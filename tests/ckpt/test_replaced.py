@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import ckpt
+from ckpt.opening.sources import TRIES
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.object_store import ObjectStore
-from ckpt.stores.replacement_guard import TRIES
 from tests.ckpt.test_fallback import remove_file
 
 ROWS = 40_000

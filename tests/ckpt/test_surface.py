@@ -246,7 +246,7 @@ def test_what_stands_before_a_store_answers_only_for_what_a_store_has() -> None:
     """Else a renamed method of stores passes by it in silence."""
     fronts = {
         "ckpt.removing.gc": ("_Seen", {"of"}),
-        "ckpt.stores.replacement_guard": ("_ReplacementGuard", set()),
+        "ckpt.opening.sources": ("_ReplacementGuard", set()),
         "ckpt.converting.weighted_sum": ("_Sums", {"in_place", "server_path", "problem"}),
     }
     for module, (name, others) in fronts.items():

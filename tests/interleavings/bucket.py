@@ -23,15 +23,8 @@ from itertools import count
 from typing import Any
 
 from ckpt.errors import ExistsError
-from ckpt.stores.driver import (
-    ObjectInfo,
-    PartLimits,
-    PastEndError,
-    Start,
-    StoreCapabilities,
-    Unfinished,
-)
-from ckpt.stores.retries import ErrorClass
+from ckpt.stores.driver import ObjectInfo, PartLimits, Start, StoreCapabilities, Unfinished
+from ckpt.stores.retries import ErrorClass, PastEndError
 from tests.interleavings.scheduler import Call, Scheduler, current
 
 SCHEME = "interleaved"

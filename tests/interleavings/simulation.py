@@ -313,7 +313,7 @@ def simulation() -> Iterator[Threads]:
     put(in_flight, "saves", queue)
     put(Ownership, "look", look)
     put(ObjectStore, "below", below)
-    put(ckpt.run.provenance, "git_revision", lambda *_: "")
+    put(ckpt.run.owner, "git_revision", lambda *_: "")
     gc.disable()  # a cycle that is collected in the middle of a run costs more than the run
     try:
         with warnings.catch_warnings(), Threads() as threads:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpt
-from ckpt.stores.replacement_guard import TRIES
+from ckpt.opening.sources import TRIES
 from tests.kept_groups import kept
 from tests.live.hosts import until
 from tests.live.offered import RUNTIME, Offer, offered

@@ -29,7 +29,7 @@ from torch.optim import optimizer
 
 import ckpt
 from ckpt.run.history import metrics_text
-from ckpt.run.provenance import git_revision
+from ckpt.run.owner import git_revision
 from ckpt.step_names import step_of
 from ckpt.stores import local_store
 from tests.conftest import Program, RankDied
