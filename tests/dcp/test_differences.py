@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,38 @@ def test_what_fails_on_one_rank_fails_on_all_at_once(
     assert "failed on rank 0 with ArgumentError" in second[3]
     assert "planners, stagers or storage of different kinds" in first[4]
     assert second[4] == first[4]
+
+
+class Summing:
+    """Stateful, with a collective of its own size in each of the two methods."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, Any]:
+        total = torch.ones(self.count)
+        dist.all_reduce(total)
+        return {"total": total.sum()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state_dict()
+
+
+def load_in_other_orders(folder: str, package: str) -> list[str]:
+    dcp = import_module(package)
+    state = {"long": Summing(1000), "short": Summing(3)}
+    dcp.save(state, checkpoint_id=folder)
+    order = sorted(state, reverse=dist.get_rank() == 1)
+    dcp.load({key: state[key] for key in order}, checkpoint_id=folder)
+    return order
+
+
+@pytest.mark.parametrize("package", ["torch.distributed.checkpoint", "ckpt.dcp"])
+def test_a_load_calls_the_entries_in_one_order_on_all_ranks(
+    clusters: Callable[[int], Any], tmp_path: Path, package: str
+) -> None:
+    first, second = clusters(2).run(load_in_other_orders, str(tmp_path), package)
+    assert first == second[::-1]
 
 
 class Counter:
