@@ -297,6 +297,9 @@ class Checkpointer(Uncopied):
         is_saved = saves.begin(step, state, written, tier, is_last, dtype)
         if tier is None:
             self._due.was_saved(step)
+            number = self._due.preempted_by
+            if is_saved and number is not None and not self._due.is_asked:
+                self._ranks.warn(f"step {step} is saved after {signal.Signals(number).name}")
         return is_saved
 
     def _save_after(self, error: BaseException) -> None:
@@ -596,8 +599,8 @@ class Checkpointer(Uncopied):
         if not self._due.signals.ends_process(number):
             return
         self._ranks.warn(
-            f"{signal.Signals(number).name} ends the run, and its last step is saved; a loop that "
-            "asks reached_preemption() ends by itself"
+            f"{signal.Signals(number).name} ends the process; a loop that asks "
+            "reached_preemption() ends by itself"
         )
         try:
             self._close(is_over=False)

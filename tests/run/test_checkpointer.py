@@ -492,7 +492,9 @@ def test_a_damaged_manifest_takes_nobody_s_place_and_stays(tmp_path: Path) -> No
         assert run.restore(state_of(0)) == 1
 
 
-def test_a_handler_of_the_user_still_gets_its_signal(tmp_path: Path) -> None:
+def test_a_handler_of_the_user_still_gets_its_signal_and_the_save_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
     try:
@@ -501,6 +503,7 @@ def test_a_handler_of_the_user_still_gets_its_signal(tmp_path: Path) -> None:
             assert run.save(1, state_of(1))
             assert run.reached_preemption()
             assert run.latest_step() == 1
+            assert caplog.messages == [f"{tmp_path}: step 1 is saved after SIGUSR1"]
             assert not run.save(2, state_of(2))
         os.kill(os.getpid(), signal.SIGUSR1)
         assert seen == [signal.SIGUSR1] * 2
