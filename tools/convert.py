@@ -32,7 +32,7 @@ from tools.options import (
     mappings_of,
 )
 from tools.progress import progress, tensor_bytes
-from tools.text import columns, json_text, place, size_of
+from tools.text import columns, json_text, place, size_of, tell
 from tools.torchrun import ranks_of_torchrun
 
 if TYPE_CHECKING:
@@ -262,6 +262,14 @@ def show(options: Shown, report: ConvertReport, seconds: float) -> None:
     elif not options.quiet:
         for line in _lines(options, report, seconds):
             print(line)
+    if report.model_files == () and not options.quiet:
+        has, again = ("would have", "") if options.dry_run else ("has", " --overwrite")
+        print(end="", flush=True)  # the warning is the last line
+        tell(
+            f"warning: {place(report.dst)} {has} no config.json, and from_pretrained needs one: "
+            f"repeat the command with --config FOLDER{again}, the folder of the model with its "
+            "config.json and tokenizer"
+        )
 
 
 def _summary(options: Shown, report: ConvertReport, seconds: float) -> dict[str, object]:
@@ -346,11 +354,6 @@ def _lines(options: Shown, report: ConvertReport, seconds: float) -> Iterator[st
         yield (
             f"note: {count(len(report.tied), 'tied name')} stored once, under the other name: "
             f"{_format_names(report.tied)}"
-        )
-    if report.model_files == ():
-        yield (
-            "note: from_pretrained needs a config.json beside the weights; --config FOLDER copies "
-            "that of a model, and its tokenizer"
         )
     if report.became_text:
         yield (

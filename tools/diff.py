@@ -36,7 +36,8 @@ HELP = Help(
     summary="compare two checkpoints of any format: names, elements, values, structure",
     description="""\
 Compares two checkpoints of any format: names, shapes, dtypes, elements, plain values and
-structure. The largest differences come first, then sums by module; random states stand apart.""",
+structure. Weights come before states of optimizers, and the largest differences first; then sums by
+module. Single numbers and random states stand apart.""",
     examples=(
         ("ckpt diff runs/gpt/step-100 runs/gpt/step-200", "the differences of two steps"),
         (
@@ -240,7 +241,12 @@ def _lines(found: Comparison, is_verbose: bool) -> Iterator[str]:
         yield f"random states, which differ at each step: {printable(which)}"
     for note in (*found.notes, *_prefix_notes(found)):
         yield f"note: {printable(note)}"
-    yield from _sum_lines(found, max((one.max_abs for one in others), default=0.0))
+    yield from _sum_lines(found, _largest(others) if others else None)
+
+
+def _largest(differing: Sequence[TensorDifference]) -> TensorDifference:
+    """Returns the largest difference; that of a single number, such as a step, only if need be."""
+    return max(differing, key=lambda one: (one.elements > 1, one.max_abs))
 
 
 def _tensor_line(one: TensorDifference) -> str:
@@ -271,7 +277,7 @@ def _module_lines(differing: Sequence[TensorDifference], equal: Sequence[str]) -
             f"  {printable(name)}",
             f"{len(ones):,} of {len(ones) + same[name]:,}",
             f"{sum(one.differing for one in ones):,}",
-            f"{max(one.max_abs for one in ones):.6g}",
+            f"{_largest(ones).max_abs:.6g}",
         )
         for name, ones in modules.items()
     ]
@@ -280,15 +286,16 @@ def _module_lines(differing: Sequence[TensorDifference], equal: Sequence[str]) -
     yield from columns([head, *rows], right=[1, 2, 3])
 
 
-def _sum_lines(found: Comparison, largest: float) -> Iterator[str]:
+def _sum_lines(found: Comparison, worst: TensorDifference | None) -> Iterator[str]:
     compared = f"{count(found.compared_tensors, 'tensor')}, {size(found.compared_bytes)} compared"
     if found.unread_bytes:
         compared += f", {size(found.unread_bytes)} of them by checksums alone"
     if found.close_tensors:
         compared += f"; {found.close_tensors} within the tolerance and not equal"
-        largest = max(largest, found.max_abs)
-    if largest:
-        compared += f"; the largest difference is {largest:.6g}"
+    if worst is not None and worst.max_abs:
+        compared += f"; the largest difference is {worst.max_abs:.6g}, in {printable(worst.name)}"
+    elif found.close_tensors:
+        compared += f"; the largest difference is {found.max_abs:.6g}"
     if found.equal:
         yield f"{colour('no difference', 'sound')}: {compared}"
         return

@@ -62,7 +62,7 @@ def on_files(files: Files, config: Any) -> Files:
     for package, said in PACKAGES.items():
         pages[package] = "\n\n".join([f"# {SHOWN[package]}", said, *_package(package)])
     readme = re.sub(r"\]\((?!https?:)", "](../", (ROOT / "README.md").read_text())
-    readme = readme.replace("](../docs/howto)", "](howto/resume-elsewhere.md)")
+    readme = readme.replace("](../docs/howto)", "](howto/README.md)")
     files.append(File.generated(config, "index.md", content=readme.replace("](../docs/", "](")))
     for name in ("site.css", "worker.js"):
         text = (Path(__file__).parent / name).read_text()

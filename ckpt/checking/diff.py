@@ -136,9 +136,13 @@ def is_random(name: str) -> bool:
     return first in ("rng", "random") or first.startswith(("rng_", "random_"))
 
 
-def size_order(one: TensorDifference) -> tuple[bool, bool, bool, float]:
-    """A sort key: shapes and dtypes, the largest |a - b| first, single numbers, random states."""
-    return is_random(one.name), one.problem == "values", one.elements == 1, -one.max_abs
+def size_order(one: TensorDifference) -> tuple[bool, bool, bool, bool, float]:
+    """A sort key: shapes and dtypes; weights, then states of optimizers, each by |a - b|.
+
+    Then single numbers, such as an optimizer's `step`, and random states.
+    """
+    is_number, is_state = one.elements == 1, ".state." in f".{one.name}"
+    return is_random(one.name), one.problem == "values", is_number, is_state, -one.max_abs
 
 
 def diff(

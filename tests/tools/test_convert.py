@@ -77,6 +77,25 @@ def test_patterns_sizes_and_dtypes_are_handed_on(run, saved, tmp_path):
     }
 
 
+def test_weights_without_a_configuration_are_warned_of_with_an_option_that_helps(
+    run, saved, tmp_path
+):
+    command = ("convert", saved, tmp_path / "hf", "--to", "hf", "--model-only")
+    assert "add" not in run(*command, "--dry-run", "-q").err
+    ended = run(*command)
+    assert ended.code == 0
+    assert ended.err == (
+        f"warning: {tmp_path}/hf has no config.json, and from_pretrained needs one: repeat the "
+        "command with --config FOLDER --overwrite, the folder of the model with its config.json "
+        "and tokenizer\n"
+    )
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    ended = run(*command, "--config", tmp_path / "model", "--overwrite")
+    assert (ended.code, ended.err) == (0, "")
+    assert (tmp_path / "hf" / "config.json").exists()
+
+
 def test_json_has_the_summary(run, saved, tmp_path):
     found = json.loads(run("convert", saved, tmp_path / "m.safetensors", "--json").out)
     assert found["source_format"] == "ckpt"

@@ -43,29 +43,33 @@ def test_every_kind_of_difference_is_one_line(run, tmp_path):
         "! step: 3 in A, 4 in B",
         (
             "6 differences: 2 in names, 3 in tensors, 1 in values; 1 tensor, 24 B compared; "
-            "the largest difference is 0.5"
+            "the largest difference is 0.5, in w"
         ),
     ]
 
 
-def test_the_largest_differences_come_first_and_random_states_stand_apart(run, tmp_path):
+def test_weights_and_large_differences_come_first_and_random_states_stand_apart(run, tmp_path):
     names = [f"model.layers.{layer}.{name}" for layer in range(3) for name in "abcdefgh"]
     state = {name: torch.zeros(2) for name in names}
     state |= {"rng.rank0": torch.zeros(4, dtype=torch.uint8), "optim.step": torch.zeros(1)}
+    state["optim.state.a.exp_avg"] = torch.zeros(2)
     save(tmp_path / "a", state)
     other = {name: value + at / 8 for at, (name, value) in enumerate(state.items())}
     save(tmp_path / "b", {**other, "rng.rank0": state["rng.rank0"] + 200})
     assert run("diff", "-q", tmp_path / "a", tmp_path / "b").out == ""
     lines = run("diff", tmp_path / "a", tmp_path / "b").out.splitlines()
     changed = [line.split()[1] for line in lines if line.startswith("! ")]
-    assert changed == [f"{name}:" for name in reversed(names[1:])][:20]  # a is equal, step is last
-    assert "... and 4 more; -v prints all" in lines
+    assert changed == [f"{name}:" for name in reversed(names[1:])][:20]  # a is equal
+    assert "... and 5 more; -v prints all" in lines
     assert "  model.layers.0   7 of 8        14    0.875" in lines
     assert "random states, which differ at each step: rng.rank0" in lines
-    assert lines[-1].endswith("; the largest difference is 3.125")  # not the 200 of random states
+    assert "  optim.step       1 of 1         1    3.125" in lines
+    last = "; the largest difference is 3.25, in optim.state.a.exp_avg"
+    assert lines[-1].endswith(last)  # not the 200 of random states
     whole = run("diff", "-v", tmp_path / "a", tmp_path / "b").out.splitlines()
     shown = [line for line in whole if line.startswith("! ")]
-    assert (len(shown), shown[-1].split()[1]) == (24, "optim.step:")
+    last = [line.split()[1] for line in shown[-2:]]
+    assert (len(shown), last) == (25, ["optim.state.a.exp_avg:", "optim.step:"])
 
 
 def test_a_value_of_one_side_alone_and_a_long_one_are_told_by_their_difference(run, tmp_path):
