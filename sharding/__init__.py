@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sharding.describe.members import LocalPart
     from sharding.engine.flat_param_group import FlatParameter
     from sharding.fsdp1.wrapper import FullyShardedDataParallel
-    from sharding.fsdp2.fully_shard import (
+    from sharding.fsdp2 import (
         FSDPModule,
         UnshardHandle,
         fully_shard,
@@ -52,11 +52,11 @@ if TYPE_CHECKING:
 _FROM = {
     "FlatParameter": "engine.flat_param_group",
     "FullyShardedDataParallel": "fsdp1.wrapper",
-    "FSDPModule": "fsdp2.fully_shard",
+    "FSDPModule": "fsdp2",
     "LocalPart": "describe.members",
-    "UnshardHandle": "fsdp2.fully_shard",
-    "fully_shard": "fsdp2.fully_shard",
-    "register_fsdp_forward_method": "fsdp2.fully_shard",
+    "UnshardHandle": "fsdp2",
+    "fully_shard": "fsdp2",
+    "register_fsdp_forward_method": "fsdp2",
 }
 
 __all__ = [

@@ -36,7 +36,7 @@ IMPORTED = (
     "pytest",
     "s3fs",
     "sharding.composable",
-    "sharding.fsdp2.fully_shard",
+    "sharding.fsdp2",
     "sharding.fsdp1.wrapper",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import shlex
 import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast, get_args
 
 from ckpt.arguments import DtypeName, FormatName, KindName
@@ -33,12 +36,12 @@ from tools.options import (
 )
 from tools.progress import progress, tensor_bytes
 from tools.text import columns, json_text, place, size_of, tell
-from tools.torchrun import ranks_of_torchrun
 
 if TYPE_CHECKING:
     from ckpt.converting.convert import ConvertReport
     from ckpt.converting.plan import ConversionPlan
     from ckpt.mapping.changes import Part
+    from sharding.agreement.ranks import Group
 
 HELP = Help(
     summary="write a checkpoint in another format, in bounded memory",
@@ -419,3 +422,35 @@ def _ranks(text: str) -> int:
 if __name__ == "__main__":
     sys.argv.insert(1, "convert")
     runpy.run_module("ckpt", run_name="__main__")
+
+
+_OF_A_RANK = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+"""The variables that torchrun sets for a process; together no other process has their values."""
+
+
+def _is_inherited() -> bool:
+    """Whether the variables of torchrun are those of the parent; False where it cannot be read."""
+    try:
+        told = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return all(os.fsencode(f"{name}={os.environ.get(name, '')}") in told for name in _OF_A_RANK)
+
+
+@contextmanager
+def ranks_of_torchrun() -> Iterator[tuple[Group, bool]]:
+    """Returns the group of all processes that torchrun has started, and whether this is rank 0.
+
+    Without torchrun the group is this process alone, and so it is for a command that a process of
+    torchrun starts: the other ranks do not call it.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or _is_inherited():
+        yield "self", True
+        return
+    import torch.distributed as dist  # a second of start-up, which one process does not need
+
+    dist.init_process_group("gloo")
+    try:
+        yield None, dist.get_rank() == 0
+    finally:
+        dist.destroy_process_group()

@@ -116,7 +116,7 @@ def run(options: Options) -> int:
 
     told = mapping(options.storage_options)
     if options.html is not None:
-        from tools.page.page import check_may_write
+        from tools.page import check_may_write
 
         check_may_write(options.html)
     with progress("diff", lambda: tensor_bytes(options.a, told), options.quiet) as advance:
@@ -156,7 +156,7 @@ def _write_page(path: str, url: str, told: Mapping[str, object] | None, found: C
     from ckpt.checking.diff import size_order
     from ckpt.checking.report import file_problems
     from ckpt.opening.sources import open_source
-    from tools.page.page import chain_of, describe, describe_differences, name_of, write_page
+    from tools.page import chain_of, describe, describe_differences, name_of, write_page
 
     with open_source(url, told) as source:
         chain = chain_of(source.url, source.catalog, told)

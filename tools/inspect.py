@@ -125,7 +125,7 @@ def run(options: Options) -> int:
     if options.html is not None and (options.patterns or options.as_json):
         raise ValueError("--html shows the whole checkpoint: give neither names nor --json with it")
     if options.html is not None:
-        from tools.page.page import check_may_write
+        from tools.page import check_may_write
 
         check_may_write(options.html)
     told = mapping(options.storage_options)
@@ -149,7 +149,7 @@ def run(options: Options) -> int:
 
 def _write_page(path: str, source: Source, told: Mapping[str, object] | None) -> None:
     """Writes the page of a whole checkpoint, and prints its path."""
-    from tools.page.page import chain_of, describe, write_page
+    from tools.page import chain_of, describe, write_page
 
     chain = chain_of(source.url, source.catalog, told)
     wrong = file_problems(source.store.sizes(), source.catalog)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, get_args
 
 from ckpt.arguments import FormatName
-from tools.convert import dtype_pair, dtypes_of, show
+from tools.convert import dtype_pair, dtypes_of, ranks_of_torchrun, show
 from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import (
     Option,
@@ -23,7 +23,6 @@ from tools.options import (
     mapping,
 )
 from tools.progress import progress, tensor_bytes
-from tools.torchrun import ranks_of_torchrun
 
 if TYPE_CHECKING:
     from ckpt.mapping.changes import Part

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
 from ckpt.errors import ArgumentError, InUseError, MisuseError
-from ckpt.integrations.common import needs
+from ckpt.integrations import needs
 from formats.native.manifest import MANIFEST
 
 with needs("accelerate"):

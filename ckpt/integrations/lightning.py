@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 import ckpt
 from ckpt.errors import MisuseError, NotACheckpointError
-from ckpt.integrations.common import needs, remove
+from ckpt.integrations import needs, remove
 from ckpt.state.stateful import (
     identity,
     is_packed,

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ckpt.events import Event, subscribe
-from ckpt.integrations.common import needs
+from ckpt.integrations import needs
 
 __all__ = ["spans"]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import ckpt
 from ckpt.errors import ArgumentError
-from ckpt.integrations.common import needs
+from ckpt.integrations import needs
 
 with needs("peft"):
     from peft import PeftModel

@@ -22,7 +22,7 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from ckpt import dcp
-from ckpt.integrations.common import needs, remove
+from ckpt.integrations import needs, remove
 from ckpt.run.history import run_steps
 
 with needs("torchtitan"):

@@ -31,7 +31,7 @@ from torch import nn
 
 import ckpt
 from ckpt.errors import InUseError, MisuseError, NotACheckpointError, SaveFailedWarning
-from ckpt.integrations.common import needs
+from ckpt.integrations import needs
 from ckpt.run.history import STEP
 from formats.native.manifest import MANIFEST
 

@@ -19,9 +19,9 @@ from enum import IntEnum
 from typing import Any
 
 from ckpt.errors import ArgumentError, NotACheckpointError, StoreError
+from ckpt.live.control import runtime_folder
 from ckpt.live.process import HostServer
 from ckpt.live.protocol import Address
-from ckpt.live.runtime import runtime_folder
 from ckpt.stores.addresses import LiveUrl
 from formats.storage import Pool
 from sharding.agreement.ranks import Ranks, result_or_error

@@ -36,8 +36,19 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import ProtocolError, StoreError, StoreTimeoutError, UnreachableError
-from ckpt.live import runtime
-from ckpt.live.control import ControlServer, close_all, receive_message, send_message
+from ckpt.live.control import (
+    ControlServer,
+    bind,
+    close_all,
+    connect,
+    inode,
+    lock,
+    receive_message,
+    remove_dead,
+    remove_empty_log,
+    send_message,
+    socket_path,
+)
 from ckpt.live.host import Host, LiveApp
 from ckpt.live.http_server import EVERY_ADDRESS, HttpServer, listen, most_connections
 from ckpt.live.protocol import (
@@ -107,8 +118,8 @@ class HostServer:
         self.name = name
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._path = runtime.socket_path(name)
-        self._connection = runtime.connect(self._path, seconds)
+        self._path = socket_path(name)
+        self._connection = connect(self._path, seconds)
         self._interrupted: float | None = None
         """The wait of a request that an interrupt has ended: its answer may still come."""
         _OPEN.add(self)
@@ -370,7 +381,7 @@ def _take_descriptors(
 
 def _start(name: str, options: bytes) -> dict[str, Any]:
     """Starts the process; returns its answer once it listens."""
-    log = runtime.socket_path(name).with_suffix(".log")
+    log = socket_path(name).with_suffix(".log")
     paths = [os.path.abspath(path) for path in sys.path]
     # A signal to the job may come before the process has said that it ignores signals.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
@@ -415,26 +426,26 @@ def main() -> None:
         os._exit(0)
     os.setsid()
     os.chdir("/")
-    path = runtime.socket_path(options.name)
+    path = socket_path(options.name)
     try:
-        with runtime.lock(path.parent):
+        with lock(path.parent):
             _refuse_second(options.name)
-            runtime.remove_dead()
+            remove_dead()
             listener = listen(options.address, options.port)
-            unix = runtime.listen(path)
+            unix = bind(path)
     except RefusedError as refusal:
         _tell(refusal.json())
         return
     except (OSError, CkptError) as error:
-        runtime.remove_empty_log(path)
+        remove_empty_log(path)
         _tell(_failure(options, error))
         return
-    place = _Place(path, runtime.inode(path))
+    place = _Place(path, inode(path))
     try:
         asyncio.run(_serve(options, listener, unix, place))
     finally:
         place.leave()
-        runtime.remove_empty_log(path)
+        remove_empty_log(path)
 
 
 @dataclass(slots=True)
@@ -448,8 +459,8 @@ class _Place:
         """Removes the socket, unless another server has taken its place."""
         if self.inode is None:
             return
-        with suppress(OSError), runtime.lock(self.path.parent):
-            if runtime.inode(self.path) == self.inode:
+        with suppress(OSError), lock(self.path.parent):
+            if inode(self.path) == self.inode:
                 self.path.unlink()
         self.inode = None
 

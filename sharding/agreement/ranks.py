@@ -32,8 +32,7 @@ from sharding.agreement.channel import (
     Join,
     waiting_seconds,
 )
-from sharding.agreement.coordinator import Coordinator
-from sharding.agreement.participant import Participant
+from sharding.agreement.coordinator import Coordinator, Participant
 from sharding.agreement.rendezvous import Rendezvous
 from sharding.errors import (
     ArgumentError,

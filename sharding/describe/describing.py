@@ -123,7 +123,7 @@ def describe_module(module: nn.Module) -> dict[str, object]:
 
 
 _MARKS = frozenset((torch_fsdp.MARK, "_sharding_entry"))
-"""Attributes of parameters that are, or may be, parts: torch's, and that of `sharding.discovery`,
+"""Attributes of parameters that are, or may be, parts: torch's, and that of `sharding.engine.unit`,
 which imports the engine."""
 
 

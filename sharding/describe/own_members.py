@@ -14,7 +14,6 @@ from torch import nn
 
 from sharding.describe.dtensor import Grids, check_divides_evenly, describe
 from sharding.describe.members import FlatMember, FlatSlice, LocalPart, check_numel, names_in
-from sharding.discovery import entry_of
 from sharding.engine.flat_param_group import (
     FLATTENED,
     FlatParameter,
@@ -22,7 +21,7 @@ from sharding.engine.flat_param_group import (
     flat_param_groups,
 )
 from sharding.engine.parameter import as_dtensor
-from sharding.engine.unit import units_of
+from sharding.engine.unit import entry_of, units_of
 from sharding.errors import ShardingError
 from sharding.layout import FlatShard, Layout, Mesh
 

@@ -28,7 +28,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from sharding.describe.dtensor import check_gathers, hybrid_grid
-from sharding.discovery import FreeParameter, find_tied_group, free_parameters
 from sharding.engine.composition import HybridGroups, ShardGroup
 from sharding.engine.flat_param_group import CommHook, FlatForm, FlatParamGroup, flat_param_groups
 from sharding.engine.forward_hooks import ForwardHooks
@@ -36,7 +35,16 @@ from sharding.engine.order_check import OrderCheck, check_shards
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter, Precision, local_of
 from sharding.engine.runtime import attach, runtime_of
-from sharding.engine.unit import UNIT, Unit, UnitPolicy, map_tensors, units_of
+from sharding.engine.unit import (
+    UNIT,
+    FreeParameter,
+    Unit,
+    UnitPolicy,
+    find_tied_group,
+    free_parameters,
+    map_tensors,
+    units_of,
+)
 from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError
 from sharding.fsdp1.materialize import (
     broadcast_states,

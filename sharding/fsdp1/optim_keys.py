@@ -34,9 +34,8 @@ from torch.optim import Optimizer
 
 from sharding.describe.describing import clean_name, flat_members
 from sharding.describe.members import NamedParameter
-from sharding.discovery import entry_of
 from sharding.engine.flat_param_group import flat_param_groups
-from sharding.engine.unit import units_of
+from sharding.engine.unit import entry_of, units_of
 from sharding.errors import ArgumentError, ArgumentTypeError, OptimizerMismatchError, format_names
 from sharding.fsdp1.flat_states import group_of_flat
 from sharding.policies import OptimStateKeyType

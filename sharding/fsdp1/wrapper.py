@@ -32,14 +32,13 @@ from sharding.fsdp1.entry_point import (
     hybrid_groups_of,
     wrap_inside,
 )
-from sharding.fsdp1.optim_methods import OptimStateDicts
 from sharding.fsdp1.state_dicts import (
     get_state_dict_type,
     hook_state_dicts,
     set_state_dict_type,
     state_dict_type,
 )
-from sharding.fsdp1.torch_state_dict import connect
+from sharding.fsdp1.torch_state_dict import OptimStateDicts, connect
 from sharding.fsdp1.unsharded import summon
 from sharding.policies import (
     BackwardPrefetch,

@@ -31,7 +31,7 @@ INTERNAL = {
 BUILT_IN = {
     ("ckpt/__init__.py", "AttributeError"): "Python's protocol of module attributes",
     ("ckpt/dcp/__init__.py", "AttributeError"): "Python's protocol of module attributes",
-    ("ckpt/integrations/common.py", "ModuleNotFoundError"): "Python's own, with a command added",
+    ("ckpt/integrations/__init__.py", "ModuleNotFoundError"): "Python's own, with a command added",
     ("sharding/__init__.py", "AttributeError"): "Python's protocol of module attributes",
     ("ckpt/_neighbours.py", "ImportError"): "raised before the packages can be imported",
     ("sharding/supported.py", "ImportError"): "raised before the packages can be imported",

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from ckpt.integrations.common import needs
+from ckpt.integrations import needs
 
 
 @pytest.mark.parametrize("package", ["accelerate", "lightning", "peft", "transformers"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.integrations.common import remove
+from ckpt.integrations import remove
 from ckpt.stores.store import open_store
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharding.layout import Box, Layout, Mesh, Replicate, Shape, Shard
-from tools.page.page import boxes_of
+from tools.page import boxes_of
 
 LayoutsOf = Callable[[Shape], st.SearchStrategy[Layout]]
 SCRIPT = Path(__file__).parents[2] / "tools" / "page" / "layout.js"

@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from ckpt.live import runtime
+from ckpt.live import control
 from ckpt.live.control import close_all, receive_message, send_message
 from ckpt.live.process import HostServer
 from ckpt.live.protocol import FileAt, Segment
@@ -150,12 +150,12 @@ def in_its_place(
     Yields the list of the requests that it gets.
     """
     requests: list[Any] = []
-    path = runtime.socket_path(name)
+    path = control.socket_path(name)
     aside = path.with_suffix(".aside")
     with suppress(FileNotFoundError):
         path.rename(aside)
-    listener = runtime.listen(path)
-    there = runtime.inode(path)
+    listener = control.bind(path)
+    there = control.inode(path)
 
     def serve() -> None:
         with suppress(OSError):
@@ -176,7 +176,7 @@ def in_its_place(
         listener.shutdown(socket.SHUT_RDWR)
         thread.join()
         listener.close()
-        if runtime.inode(path) == there:
+        if control.inode(path) == there:
             path.unlink()
         with suppress(FileNotFoundError):
             aside.rename(path)

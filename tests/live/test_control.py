@@ -26,7 +26,7 @@ from ckpt.errors import (
     UnreachableError,
     VersionGoneError,
 )
-from ckpt.live import runtime as runtime_module
+from ckpt.live import control
 from ckpt.live.control import receive_message, send_message
 from ckpt.live.process import HostServer
 from ckpt.live.protocol import MESSAGE_BYTES, MOST_DESCRIPTORS, FileAt, Segment
@@ -347,7 +347,7 @@ def test_a_server_that_starts_removes_sockets_of_killed_ones_and_no_others(
     hosts: Hosts, runtime: Path
 ) -> None:
     def socket_of(name: str) -> Path:
-        return runtime_module.socket_path(name)
+        return control.socket_path(name)
 
     killed, crashed, running = (hosts.start(name) for name in ("killed", "crashed", "running"))
     for server in (killed, crashed):
@@ -357,7 +357,7 @@ def test_a_server_that_starts_removes_sockets_of_killed_ones_and_no_others(
     log.write_text("the reason")
     kept = [socket_of("file"), socket_of("killed").with_name("killed@elsewhere.sock")]
     kept[0].write_text("a file")
-    runtime_module.listen(kept[1]).close()
+    control.bind(kept[1]).close()
     assert socket_of("killed").exists()
     hosts.start("next")
     left = {path.name for path in runtime.glob("*")}
@@ -455,7 +455,7 @@ def test_long_names_and_folders_have_sockets(
 ) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "h" * 64)
     names = ["n" * 128, "n" * 127 + "m"]
-    paths = {runtime_module.socket_path(name) for name in names}
+    paths = {control.socket_path(name) for name in names}
     assert len(paths) == 2
     assert all(len(path.name) < 128 for path in paths)
     monkeypatch.undo()

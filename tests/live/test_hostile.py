@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt.live import http_server, runtime
+from ckpt.live import control, http_server
 from ckpt.live.control import receive_message, send_message
 from ckpt.live.http_server import HttpServer, listen
 from ckpt.live.process import HostServer
@@ -135,7 +135,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostServer]:
         with HostServer.start("policy", token=TOKEN) as server:
             server.own()
             publish_closed(server, 1, f=b"12345")
-            log = runtime.socket_path("policy").with_suffix(".log")
+            log = control.socket_path("policy").with_suffix(".log")
             patch.undo()
             yield server
             assert log.read_text() == ""
@@ -161,7 +161,7 @@ def undisturbed(server: HostServer) -> Iterator[None]:
 
 
 def log_of(server: HostServer) -> str:
-    return runtime.socket_path(server.name).with_suffix(".log").read_text()
+    return control.socket_path(server.name).with_suffix(".log").read_text()
 
 
 def test_malformed_requests_are_refused_by_name(serving: HostServer) -> None:
@@ -266,7 +266,7 @@ FRAGMENTS = st.sampled_from(
 
 @pytest.mark.thorough
 def test_malformed_datagrams_are_refused_by_name(serving: HostServer) -> None:
-    path = runtime.socket_path("policy")
+    path = control.socket_path("policy")
     theirs, ours = os.pipe()
     kinds = [memory(b"12345"), theirs, ours]
 
@@ -283,7 +283,7 @@ def test_malformed_datagrams_are_refused_by_name(serving: HostServer) -> None:
         )
     )
     def send(messages: Sequence[tuple[bytes, list[int]]]) -> None:
-        with runtime.connect(path, SECONDS) as connection:
+        with control.connect(path, SECONDS) as connection:
             for data, descriptors in messages:
                 if not data:
                     return
@@ -304,7 +304,7 @@ def test_malformed_datagrams_are_refused_by_name(serving: HostServer) -> None:
 
 def test_a_long_message_that_is_none_is_refused(serving: HostServer) -> None:
     def said(data: bytes, *descriptors: int) -> str:
-        with runtime.connect(runtime.socket_path("policy"), SECONDS) as connection:
+        with control.connect(control.socket_path("policy"), SECONDS) as connection:
             socket.send_fds(connection, [data], list(descriptors))
             answer, _ = receive_message(connection)
             return str(json.loads(answer)["error"])
@@ -521,7 +521,7 @@ def test_a_server_without_descriptors_goes_on_as_soon_as_it_can(
     with undisturbed(serving), ExitStack() as stack:
         for _ in range(20):
             stack.enter_context(socket.create_connection(serving.address, SECONDS))
-            stack.enter_context(runtime.connect(runtime.socket_path("policy"), SECONDS))
+            stack.enter_context(control.connect(control.socket_path("policy"), SECONDS))
         with Client(serving.address) as another:
             assert another.get("/policy/1/f").body == b"12345"
     assert serving.versions()[1].complete
@@ -548,14 +548,14 @@ def test_ten_thousand_silent_connections_disturb_nobody(
 ) -> None:
     count = 10_000
     many_descriptors(count + 1000)
-    path = runtime.socket_path("policy")
+    path = control.socket_path("policy")
     client, data = hosts.client(serving), random_bytes(8 << 20)
     publish_closed(serving, 2, f=data)
     before = descriptors_of(serving.pid)
     with ExitStack() as stack:
         for number in range(count):
             if is_unix:
-                stack.enter_context(runtime.connect(path, SECONDS))
+                stack.enter_context(control.connect(path, SECONDS))
             else:
                 stack.enter_context(socket.create_connection(serving.address, SECONDS))
             if number % 100 == 0:
@@ -584,7 +584,7 @@ def test_a_reader_holds_files_only_while_its_connection_is_open(serving: HostSer
 
 
 def test_a_client_that_floods_without_reading_answers_stalls_alone(serving: HostServer) -> None:
-    with runtime.connect(runtime.socket_path("policy"), SECONDS) as flood, undisturbed(serving):
+    with control.connect(control.socket_path("policy"), SECONDS) as flood, undisturbed(serving):
         flood.setblocking(False)
         with suppress(BlockingIOError):
             for _ in range(100_000):

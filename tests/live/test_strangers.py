@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.live import runtime
+from ckpt.live import control
 from sharding.agreement.channel import PROTOCOL, Call, WaitWarning, greeting
 from sharding.agreement.coordinator import Coordinator
 from sharding.agreement.ranks import Ranks
@@ -60,7 +60,7 @@ class Port:
     def connect(self, is_patient: bool = True) -> socket.socket:
         """A connection; one that is perhaps on its way, unless `is_patient`."""
         if self.family == "unix":
-            return runtime.connect(Path(str(self.address)), SECONDS)
+            return control.connect(Path(str(self.address)), SECONDS)
         if is_patient:
             return socket.create_connection(self.address, SECONDS)  # type: ignore[arg-type]
         found = socket.socket()
@@ -251,7 +251,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
                 return over_http(stack, pair, certificate=str(chain))
             offer = stack.enter_context(offered(folder / "saved", name=server))
             http = Port("http", offer.server.address, offer.token)
-            unix = Port("unix", str(runtime.socket_path(server)))
+            unix = Port("unix", str(control.socket_path(server)))
             return Served(unix if server == "unix" else http, offer.server.pid, offer.url, {})
 
         yield start

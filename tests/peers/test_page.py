@@ -14,7 +14,7 @@ from formats.catalog import Catalog, FileRecord, TensorRecord, TensorRef
 from formats.dtypes import dtype_named
 from sharding.layout import Layout, Mesh, Shard, Split
 from tools.main import main
-from tools.page.page import describe, write_page
+from tools.page import describe, write_page
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="no playwright here: make test-peers installs it"

@@ -35,8 +35,7 @@ from sharding.agreement.channel import (
     flush,
     greeting,
 )
-from sharding.agreement.coordinator import MOST_STRANGERS, Coordinator
-from sharding.agreement.participant import Participant, process_failure
+from sharding.agreement.coordinator import MOST_STRANGERS, Coordinator, Participant, process_failure
 from sharding.agreement.ranks import Ranks
 from sharding.agreement.rendezvous import (
     LOOPBACK,

@@ -123,7 +123,7 @@ def libraries() -> dict[str, ModuleType]:
     """Torch's and ours, by name: imported on the ranks only."""
     import torch.distributed.fsdp as oracle
 
-    import sharding.fsdp2.fully_shard as ours
+    import sharding.fsdp2 as ours
     import sharding.policies
 
     ours.MixedPrecisionPolicy = sharding.policies.MixedPrecisionPolicy

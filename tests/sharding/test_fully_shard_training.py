@@ -30,7 +30,7 @@ from replica import (
     whole,
 )
 
-from sharding.fsdp2.fully_shard import fully_shard
+from sharding.fsdp2 import fully_shard
 from sharding.policies import MixedPrecisionPolicy
 from tests.selection import thorough
 

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from sharding.describe.dtensor import check_gathers
-from sharding.discovery import FreeParameter, find_tied_group, free_parameters
 from sharding.engine.chunk_param_group import ChunkParamGroup, MeshGroups
 from sharding.engine.extensions import is_hooked
 from sharding.engine.forward_hooks import ForwardHooks
@@ -26,7 +25,15 @@ from sharding.engine.order_check import OrderCheck
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter
 from sharding.engine.runtime import attach, reset, runtime_of
-from sharding.engine.unit import UNIT, Unit, UnitPolicy, units_of
+from sharding.engine.unit import (
+    UNIT,
+    FreeParameter,
+    Unit,
+    UnitPolicy,
+    find_tied_group,
+    free_parameters,
+    units_of,
+)
 from sharding.errors import ArgumentError, ArgumentTypeError
 from sharding.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from sharding.torch_versions import current_accelerator

@@ -1,1 +1,0 @@
-"""FSDP with one DTensor per parameter: `fully_shard` and `FSDPModule`."""
