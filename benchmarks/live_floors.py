@@ -16,7 +16,7 @@ import torch.distributed as dist
 import xxhash
 from live_job import COLUMNS, TENSORS, Job
 
-from ckpt.transfer.read import workers_for
+from ckpt.arguments import workers_for
 
 REQUEST = struct.Struct("<QQ")
 """First byte and number of bytes."""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from ckpt.state.flatten import FlatState, Leaf, flatten
-from ckpt.state.merged_state import fingerprints, spec_of
+from ckpt.state.merged_state import spec_of, state_hashes
 from ckpt.transfer.replica_hashes import ReplicaHashes, Replicas
 from formats.dtypes import BY_NAME
 from sharding.layout import Layout, Mesh, Shard
@@ -56,7 +56,7 @@ def main() -> None:
         "all replicas, 1 MiB each": (300, weighing(large, "sample")),
         "no replicas": (1000, weighing(sharded(1000, 16), "sample")),
         'all replicas, 16 KiB each, "check"': (1000, weighing(middle, "check")),
-        "the hashes of names and values": (1000, lambda: fingerprints(spec_of(middle))),
+        "the hashes of names and values": (1000, lambda: state_hashes(spec_of(middle))),
     }
     spent: dict[str, list[float]] = {name: [] for name in rows}
     sweep = torch.zeros(16 << 20)

@@ -28,10 +28,9 @@ import torch
 import xxhash
 
 from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
-from ckpt.plan.reuse import pause_collection
-from ckpt.plan.save_plan import WriteItem, choose_layouts, plan_save
+from ckpt.plan.save_plan import WriteItem, choose_layouts, pause_collection, plan_save
 from ckpt.state.flatten import FlatState, Leaf
-from ckpt.state.merged_state import fingerprints, summary
+from ckpt.state.merged_state import state_hashes, summary
 from ckpt.state.state_spec import StateSpec, merge_specs
 from formats.catalog import Catalog, TensorRef
 from formats.errors import SizeError, TooLargeError
@@ -112,7 +111,7 @@ def _name(rank: int) -> str:
 
 def planned_save(described: StateSpec, rank: int) -> Saved:
     """Everything that a rank computes between its description and the first byte it writes."""
-    fingerprints(described)
+    state_hashes(described)
     tensors = choose_layouts(described.tensors)
     return _own(described.tensors, tensors, rank)
 

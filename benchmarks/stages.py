@@ -33,7 +33,7 @@ TOGETHER = ("agree", "gather", "broadcast", "common", "joined")
 RANKS = tuple(f"sharding.agreement.ranks:Ranks.{name}" for name in TOGETHER)
 SAVE: Where = {
     "describing the state": ("ckpt.saving.agreement:flatten",),
-    "hashing its structure": ("ckpt.state.merged_state:fingerprints",),
+    "hashing its structure": ("ckpt.state.merged_state:state_hashes",),
     "sampling its replicas": ("ckpt.transfer.replica_hashes:ReplicaHashes.weigh",),
     "waiting for and telling other ranks": RANKS,
     "planning who writes what": (

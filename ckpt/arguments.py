@@ -132,3 +132,12 @@ def parse_bytes(text: str) -> int:
             f"at least {LEAST_BYTES >> 20}MiB"
         )
     return nbytes
+
+
+MAX_WORKERS = 4
+
+
+def workers_for(ranks_here: int) -> int:
+    """Returns the number of threads of this rank if `ranks_here` ranks share the machine."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "") or ranks_here)
+    return min(MAX_WORKERS, max(1, len(os.sched_getaffinity(0)) // max(1, ranks_here)))

@@ -6,16 +6,21 @@
 `convert` describes the state of the ranks as `ckpt.save` does. `load` matches it with a target as
 `ckpt.load` does. `sharding.reshard.redistribute` moves the elements between ranks; no file is
 involved. A user gives modules, optimizers, or state dicts of any kind and of any runtime.
+
+A state in memory is a catalog whose tensors lie in the memory of ranks (`PeerPieces`), so that
+`plan_load` plans it and `LoadRun` executes it. All ranks plan the tensors of all ranks, because a
+rank also sends tensors that it does not want itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 from warnings import warn
 
+import torch
 import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -24,25 +29,36 @@ from ckpt.arguments import CastingRule, KindName, memory_budget
 from ckpt.errors import ReplicasWarning, StateError
 from ckpt.loading.load import Patterns
 from ckpt.match.match import match
-from ckpt.match.match_builder import Fit, Match, casting_of
-from ckpt.match.overlaps import check_fits, check_preflight_scalars, differences, fingerprints
+from ckpt.match.match_builder import Fit, Match, Target, casting_of
+from ckpt.match.overlaps import (
+    Placed,
+    check_fits,
+    check_preflight_scalars,
+    differences,
+    fingerprints,
+)
+from ckpt.plan.load_plan import LoadItem, LoadPlan, LoadPolicy, PeerPieces, plan_load
+from ckpt.plan.read_plan import NOWHERE
 from ckpt.state.flatten import FlatState, flatten
+from ckpt.state.memory import torch_dtype, will_change
 from ckpt.state.merged_state import (
     MergedState,
     agree_on_state,
     conflict,
+    merge,
     spec_of,
+    state_hashes,
     with_values_of_first,
 )
 from ckpt.state.patterns import Rename, Selection
 from ckpt.state.saved import Saved
-from ckpt.state.state_spec import check_members, with_versions
+from ckpt.state.state_spec import StateSpec, check_members, with_versions
 from ckpt.state.stateful import with_names
 from ckpt.state.typed_values import restore_values
-from ckpt.transfer.from_peers import beside, catalog_of, fill_from_peers, local_part
 from ckpt.transfer.replica_hashes import ReplicaHashes, format_names
 from ckpt.transfer.run import LoadRun, half_loaded, name_touched
-from formats.catalog import TensorRef, Tree
+from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
+from formats.native.manifest import StoredTensor
 from sharding.agreement.channel import TIMEOUT_SECONDS
 from sharding.agreement.ranks import HASH_BITS, Ranks
 from sharding.describe.describing import TensorLike
@@ -339,3 +355,144 @@ def _build(tree: Tree, tensors: Mapping[str, TensorLike]) -> object:
     if isinstance(tree, tuple):
         return tuple(_build(item, tensors) for item in tree)
     return restore_values(tree)
+
+
+def catalog_of(whole: StateSpec) -> Catalog:
+    """Returns the state of all ranks as a catalog without files."""
+    records = {
+        name: TensorRecord(
+            name,
+            tensor.shape,
+            tensor.dtype,
+            PeerPieces(tensor.layout),
+            tensor.layout,
+            whole.strides.get(name),
+        )
+        for name, tensor in whole.tensors.items()
+    }
+    return Catalog(
+        "memory",
+        records,
+        whole.tree,
+        (),
+        whole.aliases,
+        optimizers=whole.optimizers,
+        versions=whole.versions,
+    )
+
+
+def fill_from_peers(
+    items: Sequence[LoadItem],
+    run: LoadRun,
+    held: MergedState,
+    saved: Saved,
+    ranks: Ranks,
+    budget: int,
+    is_final: bool,
+) -> None:
+    """Fills the targets of items from the state `held` by the ranks.
+
+    Called by all ranks, each with its own items; communicates, within `budget` bytes at a time.
+    `is_final` tells whether the targets are the user's, not memory of the load.
+
+    Raises:
+        PartialLoadError: the move failed; names all targets, if `is_final`.
+        HoleError: no rank has elements of a tensor. Nothing was touched.
+        RankError: another rank failed.
+    """
+    wanted, agreed = ranks.run_and_compare(
+        "planning to load",
+        lambda: _spec_of_items(items, saved),
+        lambda found: {"structure": state_hashes(found)[0]},
+    )
+    if not agreed.same["structure"]:
+        wanted = ranks.run_on_all("planning to load", merge(ranks, wanted))
+    plan = ranks.run_on_all("planning to load", lambda: _plan(items, wanted, saved, ranks, budget))
+    kept = _copy_overlapping(items, run.targets, held)
+    sources = {
+        name: kept[name] if name in kept else local_part(held, _source(saved, name))
+        for name in wanted.tensors
+    }
+
+    def moving() -> None:
+        names = [item.name for item in items]
+        with half_loaded(names, reads=False) if is_final else nullcontext():
+            for item in items:
+                will_change(run.targets[item.target].given)
+            run.move(plan, sources, budget)
+
+    ranks.run_on_all("moving tensors", moving)
+
+
+def beside(
+    groups: Iterable[Sequence[LoadItem]], targets: list[Target]
+) -> list[list[tuple[LoadItem, Placed]]]:
+    """Returns items like those of targets that share memory, each with new memory as its target."""
+    found = []
+    for group in groups:
+        apart = []
+        for item in group:
+            local = targets[item.target].local
+            values = torch.empty(local.shape, dtype=local.dtype, device="cpu")
+            apart.append((item._replace(target=len(targets)), Placed(item.name, local, values)))
+            targets.append(Target(values, values))
+        found.append(apart)
+    return found
+
+
+def _spec_of_items(items: Iterable[LoadItem], saved: Saved) -> StateSpec:
+    """Returns this rank's items as a state spec, which ranks can merge."""
+    records = saved.catalog.tensors
+    tensors = {
+        item.name: StoredTensor(item.layout.shape, records[item.source].dtype, item.layout)
+        for item in items
+    }
+    return StateSpec(tensors, {}, {name: TensorRef(name) for name in tensors})
+
+
+def _plan(
+    items: Sequence[LoadItem], wanted: StateSpec, saved: Saved, ranks: Ranks, budget: int
+) -> LoadPlan:
+    """Returns the plan for the tensors that all ranks want."""
+    own = {item.name: item.target for item in items}
+    every = [
+        LoadItem(name, _source(saved, name), own.get(name, NOWHERE), tensor.layout, (), False)
+        for name, tensor in wanted.tensors.items()
+    ]
+    policy = LoadPolicy(stage_bytes=budget, move_bytes=budget)
+    return plan_load(every, saved.catalog, ranks.mesh, ranks.global_rank, policy)
+
+
+def _source(saved: Saved, name: str) -> str:
+    """Returns the name of a wanted tensor in the state."""
+    ref = saved.leaves[name]
+    return ref.name if isinstance(ref, TensorRef) else name
+
+
+def _copy_overlapping(
+    items: Sequence[LoadItem], targets: Sequence[Target], held: MergedState
+) -> dict[str, torch.Tensor]:
+    """Returns copies of sources that lie in the memory of targets of other tensors."""
+    locals_ = [targets[item.target].local for item in items]
+    filled = {_memory(local) for local in locals_ if local.numel()}
+    found = {}
+    for item, target in zip(items, locals_, strict=True):
+        source = local_part(held, item.source)
+        is_itself = source.data_ptr() == target.data_ptr()
+        if source.numel() and _memory(source) in filled and not is_itself:
+            found[item.name] = source.clone()
+    return found
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Returns the address of a tensor's storage."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def local_part(held: MergedState, name: str) -> torch.Tensor:
+    """Returns this rank's part of a tensor; empty if the rank has none."""
+    leaf = held.flat.leaves.get(name)
+    if leaf is not None:
+        return leaf.local
+    dtype = torch_dtype(held.whole.tensors[name].dtype.torch_name)
+    return torch.empty(0, dtype=dtype, device="cpu")

@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.arguments import memory_budget
+from ckpt.arguments import memory_budget, workers_for
 from ckpt.checking.elements import read_elements
 from ckpt.errors import ArgumentError, ArgumentTypeError
 from ckpt.opening.sources import open_source
 from ckpt.state.patterns import Selection
 from ckpt.stores.store import Options
-from ckpt.transfer.read import RangeReader, bytes_of, workers_for
+from ckpt.transfer.read import RangeReader, bytes_of
 from ckpt.transfer.record_sums import RecordSums
 from formats.catalog import TensorRecord
 from formats.storage import Pool

@@ -44,10 +44,9 @@ from torch.futures import Future
 from ckpt.errors import ArgumentError, StateError
 from ckpt.saving.agreement import check_place, writer_of
 from ckpt.state.flatten import flatten
-from ckpt.state.memory import kind_problem, memory_problem, wait_for
+from ckpt.state.memory import kind_problem, memory_problem, outgoing_whole, wait_for
 from ckpt.stores.store import Options, open_store
 from ckpt.transfer.commit import commit, now
-from ckpt.transfer.write import outgoing_whole
 from formats.catalog import OutgoingTensor, TensorRef, Tree
 from formats.dcp.nest import key_path, unflatten
 from formats.dtypes import DType, dtype_of_torch

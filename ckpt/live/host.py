@@ -48,8 +48,8 @@ from ckpt.live.protocol import (
 from ckpt.live.shared_files import MemoryFile
 from ckpt.live.table import Forgotten, Table, VersionLease
 from ckpt.live.wire import Wire
+from ckpt.saving.arena import map_memory, new_memory, take_huge_pages
 from ckpt.stores.addresses import FILE, NAME, authority, version_of
-from ckpt.stores.shared_memory import map_memory, new_memory, take_huge_pages
 
 START_SECONDS = 30.0
 """The time in which a new server must get an owner."""

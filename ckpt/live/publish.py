@@ -27,7 +27,7 @@ from ckpt.live.hosts import Dropped, Hosts, Listening, copy_from, drop, reclaim,
 from ckpt.live.protocol import LEASE_SECONDS, FileAt, Segment
 from ckpt.live.sealing import SealJob, in_memory, seal_job_message
 from ckpt.opening.in_flight import SaveQueue, mark_errors_seen
-from ckpt.plan.reuse import pause_collection
+from ckpt.plan.save_plan import pause_collection
 from ckpt.saving.agreement import (
     SaveAttempt,
     SaveOptions,

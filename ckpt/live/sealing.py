@@ -17,8 +17,7 @@ import xxhash
 from ckpt.live.process import HostServer
 from ckpt.live.protocol import Segment
 from ckpt.plan.save_plan import SavePlan, WriteItem
-from ckpt.saving.arena import HEAD_BYTES
-from ckpt.stores.shared_memory import new_memory
+from ckpt.saving.arena import HEAD_BYTES, new_memory
 from ckpt.transfer.write_job import STEP_BYTES, call_message, plan_json, read_plan
 from formats.native.shard import ShardSummary, chunk_bytes_of
 from formats.native.shard_writer import raw_header, records_of

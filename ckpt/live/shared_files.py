@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ckpt.live.protocol import RefusedError, Segment
+from ckpt.saving.arena import GENERATION, NO_DATA, is_sealed, map_memory
 from ckpt.stores.local_files import IO_VECTORS
-from ckpt.stores.shared_memory import GENERATION, NO_DATA, is_sealed, map_memory
 
 
 class MemoryFile:

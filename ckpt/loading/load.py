@@ -41,7 +41,7 @@ from ckpt.plan.load_plan import (
     plan_load,
 )
 from ckpt.plan.read_plan import BoxCopies
-from ckpt.plan.reuse import pause_collection
+from ckpt.plan.save_plan import pause_collection
 from ckpt.state.memory import will_change
 from ckpt.state.patterns import Rename, Selection
 from ckpt.state.saved import Saved

@@ -23,8 +23,7 @@ import torch
 
 from ckpt.arguments import DtypeName
 from ckpt.errors import ExistsError, NotOwnerError, RankError, ReplicasWarning, StateError
-from ckpt.plan.reuse import keeps_last
-from ckpt.plan.save_plan import SavePlan, choose_layouts, host_layouts, plan_save
+from ckpt.plan.save_plan import SavePlan, choose_layouts, host_layouts, keeps_last, plan_save
 from ckpt.state.flatten import FlatState, Leaf, flatten
 from ckpt.state.memory import copy_in_range
 from ckpt.state.merged_state import (

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any, Protocol, TypeVar
 
-from ckpt.arguments import Uncopied
+from ckpt.arguments import Uncopied, workers_for
 from ckpt.display import printable, size
 from ckpt.errors import CkptError, StoreError, WaitTimeoutError
 from ckpt.opening.in_flight import SaveQueue, saves
@@ -25,7 +25,6 @@ from ckpt.saving.staging import OVERLAPPED, Staging, When, addresses_of_hooked, 
 from ckpt.saving.writers import ArenaWriter, arena_writer, write_here
 from ckpt.state.flatten import Leaf
 from ckpt.stores.store import absolute, open_store, place_elsewhere
-from ckpt.transfer.read import workers_for
 from formats.native.manifest import STAGED_SECONDS
 from formats.native.shard import Progress, ShardSummary
 from sharding.agreement.call_events import Clock

@@ -17,11 +17,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, get_args, overload
 
-from ckpt.arguments import WhenBusy, check_order, check_word
+from ckpt.arguments import WhenBusy, check_order, check_word, workers_for
 from ckpt.errors import BusyError, RankError
 from ckpt.opening import in_flight
-from ckpt.plan.reuse import pause_collection
-from ckpt.plan.save_plan import choose_layouts, plan_save
+from ckpt.plan.save_plan import choose_layouts, pause_collection, plan_save
 from ckpt.saving.agreement import (
     SaveAttempt,
     SaveOptions,
@@ -34,12 +33,11 @@ from ckpt.saving.background import Folder, SaveHandle, begin, lasting
 from ckpt.saving.staging import When
 from ckpt.saving.writers import arena_writer
 from ckpt.state.flatten import FlatState, Leaf, flatten
+from ckpt.state.memory import outgoing
 from ckpt.state.merged_state import agree_on_state, spec_of
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.store import Options, Store, absolute, local_path, open_store
-from ckpt.transfer.read import workers_for
 from ckpt.transfer.replica_hashes import Replicas
-from ckpt.transfer.write import outgoing
 from ckpt.transfer.write_job import Compress, write
 from formats.native.shard import Progress, ShardSummary
 from sharding.agreement.channel import TIMEOUT_SECONDS

@@ -48,9 +48,8 @@ from ckpt.errors import StateChangedError
 from ckpt.plan.save_plan import SavePlan, WriteItem
 from ckpt.saving.arena import Arena
 from ckpt.state.flatten import Leaf
-from ckpt.state.memory import is_plain, take_samples
+from ckpt.state.memory import blocks, is_plain, take_samples
 from ckpt.state.stateful import MAX_DEPTH
-from ckpt.transfer.write import blocks
 
 When = Literal["copied", "overlapped"]
 COPIED: When = "copied"

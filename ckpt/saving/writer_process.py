@@ -28,8 +28,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from queue import SimpleQueue
 
-from ckpt.saving.arena import HEAD_BYTES, set_progress
-from ckpt.stores.shared_memory import map_memory
+from ckpt.saving.arena import HEAD_BYTES, map_memory, set_progress
 from ckpt.transfer.write_job import (
     error_message,
     is_call,

@@ -9,7 +9,7 @@ Merges state specs that differ between ranks, section by section.
 A section is a run of a state's top entries. Equal sections are sent once, so a rank with one entry
 of its own sends this entry and not the whole model.
 
-Any number of ranks needs two exchanges: of the fingerprints of all sections, and of the sections,
+Any number of ranks needs two exchanges: of the state_hashes of all sections, and of the sections,
 each sent by the lowest rank that has it.
 """
 
@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import xxhash
 
 from ckpt.errors import StateError, ValuesWarning
-from ckpt.plan.reuse import keeps_last
+from ckpt.plan.save_plan import keeps_last
 from ckpt.state.flatten import FlatState
 from ckpt.state.saved import leaves
 from ckpt.state.state_spec import (
@@ -99,7 +99,7 @@ def agree_on_state(
         described = spec_of(flat)
         if ranks.is_single_process:
             return _LocalState(flat, described, 0, 0, 0)
-        return _LocalState(flat, described, *fingerprints(described), balance(flat, described))
+        return _LocalState(flat, described, *state_hashes(described), balance(flat, described))
 
     given = short_hash(repr(arguments).encode())
     found, agreed = ranks.run_and_compare(
@@ -216,7 +216,7 @@ _SIZE = Struct("!I")
 _HASH = Struct("!q")
 
 
-def fingerprints(described: StateSpec) -> tuple[int, int]:
+def state_hashes(described: StateSpec) -> tuple[int, int]:
     """Returns a hash of names, dtypes, layouts, ties and keys, and one that includes the values."""
     values: list[object] = []
     keys = outline(described.tree, values)
@@ -285,7 +285,7 @@ def merge(ranks: Ranks, mine: StateSpec) -> Callable[[], StateSpec]:
 
     All ranks call this. Communicates. The function raises StateError for contradicting sections.
     """
-    own = {fingerprints(section)[1]: section for section in sections(mine)}
+    own = {state_hashes(section)[1]: section for section in sections(mine)}
     table = _table(ranks, list(own))
     told = [own[fingerprint] for fingerprint, holders in table if holders[0] == ranks.rank]
     record = zlib.compress(b"".join(map(_with_size, map(summary, told))), 1)
@@ -353,7 +353,7 @@ _Table: TypeAlias = list[tuple[int, tuple[int, ...]]]
 
 
 def _table(ranks: Ranks, mine: Sequence[int]) -> _Table:
-    """Exchanges the fingerprints of the sections of all ranks. Communicates."""
+    """Exchanges the state_hashes of the sections of all ranks. Communicates."""
 
     def join(records: Sequence[bytes]) -> bytes:
         holders: dict[int, list[int]] = {}

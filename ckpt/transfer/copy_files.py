@@ -28,7 +28,7 @@ from functools import partial
 from mmap import mmap
 from typing import Generic, TypeVar
 
-from ckpt.arguments import memory_budget
+from ckpt.arguments import memory_budget, workers_for
 from ckpt.plan.copy_plan import (
     CopySource,
     CopyUnit,
@@ -39,7 +39,7 @@ from ckpt.plan.copy_plan import (
     units_of,
 )
 from ckpt.plan.read_plan import requests_for
-from ckpt.transfer.read import FAR_WORKERS, THREAD_BYTES, RangeReader, ReadPolicy, workers_for
+from ckpt.transfer.read import FAR_WORKERS, THREAD_BYTES, RangeReader, ReadPolicy
 from ckpt.transfer.record_sums import RecordSums, Verify, run_twice
 from formats.catalog import Chunk, FilePlan, Late, OutgoingTensor, length_of
 from formats.native.shard import RECORD, Progress

@@ -30,7 +30,6 @@ Rules:
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,7 +40,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import xxhash
 
-from ckpt.arguments import memory_budget
+from ckpt.arguments import memory_budget, workers_for
 from ckpt.plan.load_plan import NOTHING_SHARED, CheckShare
 from ckpt.plan.read_plan import NOWHERE, ByteRange, Limits, ReadRequest, byte_ranges_of, groups_of
 from ckpt.transfer.record_sums import ChangedOnTheWayError, Part, RecordSums, Verify, changed_error
@@ -132,7 +131,6 @@ LONG_BYTES = 64 << 10
 """A copy of so many bytes lets other threads run meanwhile."""
 ROW_BYTES = 1 << 30
 """The longest row that is copied as one element; numpy's limit is 2**31 - 1 bytes."""
-MAX_WORKERS = 4
 FAR_WORKERS = 4
 """Threads that wait for a server, which takes time to answer."""
 
@@ -190,12 +188,6 @@ class ReadPolicy:
         most = MAPPED_BYTES if memory_name(reader) else SCRATCH_BYTES
         scratch = min(max(read, most), share)
         return cls(workers, Limits(read, max(read, DIRECT_BYTES), scratch))
-
-
-def workers_for(ranks_here: int) -> int:
-    """Returns the number of threads of this rank if `ranks_here` ranks share the machine."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "") or ranks_here)
-    return min(MAX_WORKERS, max(1, len(os.sched_getaffinity(0)) // max(1, ranks_here)))
 
 
 class RangeReader:

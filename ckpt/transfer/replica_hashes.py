@@ -24,10 +24,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 import xxhash
 
-from ckpt.plan.reuse import keeps_last
+from ckpt.plan.save_plan import keeps_last
 from ckpt.state.flatten import FlatState, Leaf
-from ckpt.state.memory import Bytes, take_samples
-from ckpt.transfer.write import blocks
+from ckpt.state.memory import Bytes, blocks, take_samples
 from formats.native.manifest import StoredTensor
 from sharding.agreement.ranks import Ranks
 from sharding.layout import Layout
@@ -83,7 +82,7 @@ class ReplicaHashes:
     """The rank in the default process group, as in layouts."""
     _names: list[str] = field(default_factory=list)
     """The names of the tensors of which this rank has a replica."""
-    _rows: Bytes = field(default_factory=lambda: take_samples([]))
+    _rows: Bytes = field(init=False)
     """For each of these tensors its sample, or the hash of all its bytes."""
     _hashes: dict[str, bytes] = field(default_factory=dict)
     """The hashes of all bytes, by name. Each tensor is hashed once."""

@@ -12,8 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.saving import arena as arena_module
-from ckpt.saving.arena import HEAD_BYTES, REMEMBERED, TOUCH_BYTES, Arena, get_progress, set_progress
-from ckpt.stores.shared_memory import GENERATION, NO_DATA, map_memory
+from ckpt.saving.arena import (
+    GENERATION,
+    HEAD_BYTES,
+    NO_DATA,
+    REMEMBERED,
+    TOUCH_BYTES,
+    Arena,
+    get_progress,
+    map_memory,
+    set_progress,
+)
 
 PAGE, HUGE = 4096, 2 << 20
 

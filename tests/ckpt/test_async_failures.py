@@ -22,7 +22,7 @@ from torch import nn
 import ckpt
 from ckpt.errors import StoreError
 from ckpt.opening import in_flight
-from ckpt.plan.reuse import pause_collection
+from ckpt.plan.save_plan import pause_collection
 from ckpt.saving.arena import Arena
 from ckpt.saving.writers import WriterProcess, arena_writer
 from ckpt.transfer.write_job import error_message, read_answer

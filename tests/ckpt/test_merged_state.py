@@ -11,7 +11,7 @@ from torch import nn
 
 from ckpt.plan.save_plan import choose_layouts
 from ckpt.state.flatten import FlatState, flatten
-from ckpt.state.merged_state import fingerprints, spec_of
+from ckpt.state.merged_state import spec_of, state_hashes
 from ckpt.state.state_spec import StateSpec
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import BY_NAME
@@ -44,8 +44,8 @@ def test_marks_are_equal_exactly_where_names_types_layouts_and_ties_are(
 ) -> None:
     same = list(first.items()) == list(second.items()) and ties == other_ties
     found = [
-        fingerprints(described(first, ties))[0],
-        fingerprints(described(second, other_ties))[0],
+        state_hashes(described(first, ties))[0],
+        state_hashes(described(second, other_ties))[0],
     ]
     assert (found[0] == found[1]) == same
 
@@ -57,11 +57,11 @@ def test_descriptions_that_are_one_object_or_many_make_the_same_plan(
     each = {str(i): deepcopy(tensor) for i, tensor in enumerate(names)}
     shared = {name: names[names.index(tensor)] for name, tensor in each.items()}
     assert choose_layouts(each) == choose_layouts(shared)
-    assert fingerprints(described(each, {}))[0] == fingerprints(described(shared, {}))[0]
+    assert state_hashes(described(each, {}))[0] == state_hashes(described(shared, {}))[0]
 
 
 def values_mark(tree: Tree) -> int:
-    return fingerprints(StateSpec({}, {}, tree))[1]
+    return state_hashes(StateSpec({}, {}, tree))[1]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_parameter_whose_data_is_replaced_is_described_as_it_is_now() -> None:
     after = spec_of(flat(state))
     assert (after.tensors["w"].shape, after.tensors["w"].dtype.name) == ((5,), "BF16")
     assert torch.equal(flat(state).leaves["w"].local.float(), torch.ones(5))
-    assert fingerprints(before)[0] != fingerprints(after)[0]
+    assert state_hashes(before)[0] != state_hashes(after)[0]
 
 
 def test_ties_that_come_and_go_between_two_saves_are_seen() -> None:

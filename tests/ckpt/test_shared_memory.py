@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckpt.stores import shared_memory
-from ckpt.stores.shared_memory import (
+from ckpt.saving import arena
+from ckpt.saving.arena import (
     address_of,
     is_sealed,
     map_memory,
@@ -115,13 +115,13 @@ def test_huge_pages_are_not_taken_where_they_cost_more_than_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with memory_of(64 * HUGE) as descriptor:
-        monkeypatch.setattr(shared_memory, "SLACK_SECONDS", -1.0)
+        monkeypatch.setattr(arena, "SLACK_SECONDS", -1.0)
         assert take_huge_pages(map_memory(descriptor)) == 0
         assert os.fstat(descriptor).st_blocks == 0
 
 
 def test_a_system_without_huge_pages_maps_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "_huge_bytes", lambda: 0)
+    monkeypatch.setattr(arena, "_huge_bytes", lambda: 0)
     with memory_of(2 * HUGE) as descriptor:
         memory = map_memory(descriptor)
         assert take_huge_pages(memory) == 0

@@ -127,7 +127,7 @@ def test_targets_of_any_strides_are_filled_in_place(tmp_path: Path) -> None:
 def test_a_large_strided_tensor_is_stored_block_by_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(import_module("ckpt.transfer.write"), "STAGE_BYTES", 100)
+    monkeypatch.setattr(import_module("ckpt.state.memory"), "STAGE_BYTES", 100)
     state = {"w": torch.arange(700.0).reshape(7, 100).T, "v": torch.arange(60.0)[::2]}
     ckpt.save(tmp_path, state)
     assert alike(ckpt.read(tmp_path), {k: v.contiguous() for k, v in state.items()})

@@ -55,7 +55,7 @@ STEPS = {
     "load a state dict": (
         "ckpt.state_dict:flatten",
         "ckpt.state_dict:match",
-        "ckpt.transfer.from_peers:plan_load",
+        "ckpt.state_dict:plan_load",
         INSTALL,
     ),
 }
