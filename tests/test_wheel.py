@@ -125,7 +125,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_program_of_a_user_and_every_public_name_have_types(
     installed: Path, tmp_path: Path
 ) -> None:
-    program = shutil.copy(Path(__file__).with_name("typed_program.py"), tmp_path)
+    program = Path(shutil.copy(Path(__file__).with_name("typed_program.py"), tmp_path))
     names = [
         f"{module.__name__}.{name}"
         for module in (ckpt, ckpt.sharding, ckpt.state_dict, ckpt.events)
@@ -133,6 +133,8 @@ def test_a_program_of_a_user_and_every_public_name_have_types(
         if name in (*module.__all__, "open")
     ]
     imports = "import ckpt\nimport ckpt.sharding\nimport ckpt.state_dict\nimport ckpt.events\n"
+    words = set(re.findall(r"\w+", program.read_text()))
+    assert [name for name in ckpt.__all__ if name not in words] == []
     every = tmp_path / "every.py"
     every.write_text(imports + "".join(f"reveal_type({name})\n" for name in names))
     options = (f"--cache-dir={tmp_path}/mypy", f"--python-executable={installed}")

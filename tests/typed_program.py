@@ -2,10 +2,12 @@
 # ruff: noqa: T201 - it speaks to its user
 
 import tempfile
+import warnings
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import ckpt
 import ckpt.dcp as dcp
@@ -76,9 +78,131 @@ def errors(folder: Path) -> str:
 
 
 def steps(url: str) -> None:
+    one: ckpt.RunStep
     for one in ckpt.run_steps(url):
         loss: float = one.metrics["loss"]
         print(one.step, one.time, loss, one.pins)
+
+
+def data(folder: Path) -> None:
+    class Loader:
+        def state_dict(self) -> dict[str, int]:
+            return {"at": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            print(state)
+
+    numbers = TensorDataset(torch.arange(8.0))
+    sampler = ckpt.ElasticSampler(numbers, num_replicas=1, rank=0, shuffle=False)
+    batches: DataLoader[tuple[torch.Tensor, ...]] = DataLoader(numbers, 2, sampler=sampler)
+    own: ckpt.PerRank = ckpt.per_rank(Loader(), on_resize="keep")
+    state: dict[str, object] = {"sampler": sampler, "loader": own}
+    ckpt.prepare(state)
+    sampler.set_epoch(1)
+    for (batch,) in batches:
+        ckpt.save(folder / f"data-{int(batch[0])}", state)
+    whole: object = ckpt.read(folder / "data-0")
+    memory = ckpt.Memory(every_steps=2, replicas=0)
+    with Checkpointer(folder / "data", memory=memory, signals=()) as run:
+        run.restore(state)
+    print(whole, memory)
+
+
+def weights(folder: Path) -> None:
+    torch.save({"w": torch.ones(2)}, folder / "w.pt")
+    opened: ckpt.Checkpoint
+    with ckpt.open(folder / "w.pt") as opened:
+        shapes: list[tuple[int, ...]] = [opened[name].shape for name in opened]
+    identity: ckpt.Identity = ckpt.id(folder / "w.pt")
+    same: bool = identity.digest == ckpt.id({"w": torch.ones(2)}).digest
+    mean = ckpt.merge([folder / "w.pt"] * 2, folder / "mean.safetensors", weights=[0.5, 0.5])
+    total = ckpt.WeightedSum((str(folder / "w.pt"),), (2.0,))
+    double = ckpt.convert(total, folder / "double.safetensors")
+    mapping: ckpt.TensorMapping = ckpt.read_mapping("llama-hf-torchtitan")
+    inverse = mapping.inverse()
+    print(ckpt.__version__, shapes, same, mean.nbytes, double.dst, inverse)
+
+
+def observed(folder: Path) -> None:
+    def tell(event: ckpt.events.Event) -> None:
+        sent: int = sum(one.sent for one in event.requests.values())
+        none = ckpt.events.Requests()
+        print(event.call, event.seconds, sent, none.nbytes)
+
+    ends = [ckpt.events.subscribe(tell), ckpt.events.log()]
+    with ckpt.events.recorded() as events, ckpt.events.trace(folder / "trace.json"):
+        ckpt.save(folder / "observed", {"w": torch.ones(2)})
+    for end in ends:
+        end()
+    print([event.stage for event in events])
+
+
+def describe(error: ckpt.CkptError) -> str:
+    """What a program may ask of each error; the classes come before their bases."""
+    names: tuple[str, ...] = error.names
+    match error:
+        case ckpt.MismatchedLoadError() | ckpt.DamagedLoadError() | ckpt.ReplacedLoadError():
+            return f"read again into {error.touched}"
+        case ckpt.PartialLoadError():
+            return f"read again into {error.touched}"
+        case ckpt.MismatchError():
+            found: tuple[ckpt.Difference, ...] = error.differences
+            return ", ".join(f"{one.name}: {one.problem}, {one.detail}" for one in found)
+        case ckpt.RankError():
+            return f"rank {error.rank} has {error.error}: {error.message}"
+        case ckpt.VersionGoneError():
+            return f"{error.version} is gone, {error.newest} is new"
+        case ckpt.TooLargeError():
+            return f"{error.nbytes} bytes"
+        case ckpt.GoneError() | ckpt.SizeError() | ckpt.CorruptError() | ckpt.HostileError():
+            return error.reason
+        case ckpt.ForeignFileError() | ckpt.UnsupportedError() | ckpt.FormatError():
+            return error.kind
+        case ckpt.InUseError() | ckpt.ExistsError() | ckpt.NotACheckpointError():
+            return str(error.filename)
+        case ckpt.AccessDeniedError() | ckpt.UnreachableError() | ckpt.StoreTimeoutError():
+            return str(error.errno)
+        case ckpt.ProtocolError() | ckpt.ReplacedError() | ckpt.StoreError():
+            return str(error.strerror)
+        case ckpt.ArgumentTypeError() | ckpt.ArgumentError() | ckpt.StateError():
+            return str(error)
+        case ckpt.BackgroundError() | ckpt.BusyError() | ckpt.ClosedError() | ckpt.MisuseError():
+            return str(error)
+        case ckpt.NotOwnerError() | ckpt.StateChangedError() | ckpt.WaitTimeoutError():
+            return str(error)
+        case ckpt.UnknownNameError() | ckpt.TensorIndexError() | ckpt.TransferError():
+            return str(error)
+        case ckpt.WorldMismatchError() | ckpt.LocalShapeError() | ckpt.OptimizerMismatchError():
+            return str(error)
+        case ckpt.HoleError() | ckpt.PartialError() | ckpt.UnknownPlacementError():
+            return str(error)
+        case ckpt.NotAMemberError() | ckpt.DestroyedGroupError() | ckpt.ShardingError():
+            return str(error)
+        case ckpt.TorchAssertionError():
+            return str(error)
+        case _:
+            return f"{type(error).__name__}: {names}"
+
+
+def quietly(folder: Path) -> None:
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("error", ckpt.NotDurableWarning)
+        warnings.simplefilter("ignore", ckpt.LeftOverWarning)
+        warnings.simplefilter("ignore", ckpt.SaveFailedWarning)
+        warnings.simplefilter("ignore", ckpt.UnreadableWarning)
+        warnings.simplefilter("ignore", ckpt.WireWarning)
+        ckpt.load(folder / "a", {"w": torch.ones(1)}, strict=False, fallback=True)
+    for one in raised:
+        told = one.message
+        if isinstance(told, ckpt.FallbackWarning):
+            skipped: tuple[ckpt.Skipped, ...] = told.skipped
+            print(told.taken, [each.message for each in skipped])
+        elif isinstance(told, ckpt.SkippedWarning):
+            print([each.name for each in told.differences])
+        elif isinstance(told, ckpt.UnverifiedWarning | ckpt.ReplicasWarning):
+            print(told.tensors)
+        elif isinstance(told, ckpt.ValuesWarning):
+            print(told.names)
 
 
 def sharded() -> None:
@@ -96,9 +220,11 @@ def sharded() -> None:
 
 def live(url: str) -> None:
     model = nn.Linear(1, 1)
+    state: ckpt.LiveState
     with ckpt.publish({"model": model}, "policy") as state:
         state.update().wait()
         print(state.url)
+    one: ckpt.LiveVersion
     for one in ckpt.follow(url):
         ckpt.load(one.url, {"model": model})
 
@@ -109,3 +235,10 @@ if __name__ == "__main__":
         steps(f"{place}/run")
         verbs(Path(place))
         print(errors(Path(place)))
+        data(Path(place))
+        weights(Path(place))
+        observed(Path(place))
+        try:
+            quietly(Path(place))
+        except ckpt.CkptError as failure:
+            print(describe(failure))

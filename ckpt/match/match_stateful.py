@@ -70,7 +70,7 @@ def match_stateful(builder: MatchBuilder, fill: Fill, node: Stateful, path: str)
     def install() -> object:
         loaded = _as_dicts_of(own, step())
         with call_of("load_state_dict", path):
-            node.load_state_dict(loaded)  # type: ignore[arg-type]
+            node.load_state_dict(loaded)
         return node
 
     return install

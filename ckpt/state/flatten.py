@@ -209,14 +209,14 @@ class _Flattener:
             return _dtype_of(node, path) if isinstance(node, torch.dtype) else node[:]
         if _is_object(node):
             with call_of("state_dict", format_path(path)):
-                entries = node.state_dict()
-            if _is_object(entries):
+                own = node.state_dict()
+            if _is_object(own):
                 raise StateError(
                     f"{format_path(path)}: state_dict() of a {kind.__qualname__} returns a "
-                    f"{type(entries).__qualname__}, which has a state_dict() itself, not a dict"
+                    f"{type(own).__qualname__}, which has a state_dict() itself, not a dict"
                 )
-            self._keep.append(entries)  # no other tensor gets these addresses until the end
-            return self._walk(entries, path, name)
+            self._keep.append(own)  # no other tensor gets these addresses until the end
+            return self._walk(own, path, name)
         raise StateError(
             f"{format_path(path)}: a {kind.__module__}.{kind.__qualname__} cannot be stored; "
             f"{instead_of(node)}"

@@ -71,7 +71,7 @@ class PerRank:
         else:
             state = states.get(here)
         if state is not None:
-            self.held.load_state_dict(state)  # type: ignore[arg-type]
+            self.held.load_state_dict(state)
 
 
 def per_rank(held: Stateful, *, on_resize: OnResize = "refuse") -> PerRank:

@@ -66,13 +66,16 @@ MAX_DEPTH = 100
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that is saved and loaded by its own two methods."""
+    """An object that is saved and loaded by its own two methods.
 
-    def state_dict(self) -> dict[str, object]:
+    Users' classes have dicts of their own types of values, and any name for the argument.
+    """
+
+    def state_dict(self) -> Mapping[str, object]:
         """Returns the state: a nest of values that can be stored."""
         ...
 
-    def load_state_dict(self, state_dict: dict[str, object]) -> object:
+    def load_state_dict(self, state_dict: Any, /) -> object:
         """Takes over a state that `state_dict` returned."""
         ...
 
