@@ -6,7 +6,7 @@ from `sharding.errors`, with the root `CkptError` and the rules of `kind`. Impor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -192,11 +192,16 @@ class MismatchError(CkptError, ValueError):
         differences: Sequence[Difference],
         call: str = "ckpt.load",
         has_nothing: bool = False,
+        other_names: str | None = None,
+        hint: str = "",
+        fitting: Set[str] = frozenset(),
     ) -> None:
         """`call` is the call to repeat with the arguments that help.
 
         `has_nothing` tells that the checkpoint has no name of the target, so that a load with
-        `strict=False` would load nothing.
+        `strict=False` would load nothing. `other_names` is the origin of the checkpoint's names if
+        they are not its own, and `hint` an argument with which fewer would differ;
+        `fitting` are the names that both sides have.
         """
         self.url = url
         self.differences = tuple(differences)
@@ -209,10 +214,15 @@ class MismatchError(CkptError, ValueError):
             if len(found) > SHOWN_DIFFERENCES:
                 shown.append(f"  ... and {len(found) - SHOWN_DIFFERENCES} more ({kind})")
         names = {kind: [one.name for one in found] for kind, found in kinds.items()}
-        remedy = _remedy(names, call, has_nothing)
+        remedy = _remedy(names, call, has_nothing, other_names is None, fitting)
         fits = "has nothing for" if has_nothing else "does not fit"
+        by = f", by {other_names}" if other_names else ""
+        fewer = f"\n  Fewer differ if {call} gets {hint}." if hint else ""
         super().__init__(
-            f"{url} {fits} the target, which was not touched:\n" + "\n".join(shown) + remedy
+            f"{url} {fits} the target, which was not touched{by}:\n"
+            + "\n".join(shown)
+            + fewer
+            + remedy
         )
 
 
@@ -224,14 +234,22 @@ DCP_LOAD = "ckpt.dcp.load"
 """A call that has torch's arguments."""
 
 
-def _remedy(names: Mapping[str, Sequence[str]], call: str, has_nothing: bool = False) -> str:
+def _remedy(
+    names: Mapping[str, Sequence[str]],
+    call: str,
+    has_nothing: bool = False,
+    may_rename: bool = True,
+    fitting: Set[str] = frozenset(),
+) -> str:
     """Returns the last line of a mismatch: the arguments of `call` that help.
 
     `names` has the names of the differences by kind. `strict=False` is the last advice: it keeps
-    what a mistake has left without its values.
+    what a mistake has left without its values. A load with `rename=` takes no other names by
+    itself, so that it is no advice where it has done so, unless `may_rename`. `fitting` are the
+    names that both sides have.
 
-    >>> _remedy({"missing": ["w"], "unexpected": ["a.w", "b.w"]}, "ckpt.load").rpartition(": ")[2]
-    "''}"
+    >>> _remedy({"missing": ["w"], "unexpected": ["a.w", "b.w"]}, "ckpt.load").rpartition("{")[2]
+    "'a': ''} and exclude=['b.*']"
     """
     if not NOT_STRICT & names.keys():
         return ""
@@ -243,11 +261,13 @@ def _remedy(names: Mapping[str, Sequence[str]], call: str, has_nothing: bool = F
             else "\n  Call ckpt.load, which takes strict=False, exclude= and rename=."
         )
     missing, unexpected = names.get("missing", ()), {*names.get("unexpected", ())}
-    renamed, number = _most_by_one_prefix(missing, unexpected)
+    renamed, number = _most_by_one_prefix(missing, unexpected) if may_rename else ({}, 0)
     if number:
         some = "Every missing name is" if number == len(missing) else f"{number} of these names are"
-        return f"\n  {some} in the checkpoint: call {call} with rename={renamed}"
-    if has_nothing:
+        also = _excluding(missing, unexpected, renamed, fitting)
+        renamed |= _unchanged(fitting) if "" in renamed else {}
+        return f"\n  {some} in the checkpoint: call {call} with rename={renamed}{also}"
+    if has_nothing and may_rename:
         return f"\n  Call {call} with rename= if names have changed; or give another checkpoint."
     if names.keys() == {"unexpected"}:
         return (
@@ -255,11 +275,32 @@ def _remedy(names: Mapping[str, Sequence[str]], call: str, has_nothing: bool = F
             "of the names to load, with exclude= and patterns of these, or with strict=False, "
             "which skips them."
         )
+    renaming = "rename= if names have changed; with " if may_rename else ""
     return (
-        f"\n  Call {call} with rename= if names have changed; with exclude= and patterns of these "
-        "names, which then stay as they are; or with strict=False, which leaves all that differs "
-        "in name or shape as it is."
+        f"\n  Call {call} with {renaming}exclude= and patterns of these names, which then stay "
+        "as they are; or with strict=False, which leaves all that differs in name or shape as it "
+        "is."
     )
+
+
+def _unchanged(names: Iterable[str]) -> dict[str, str]:
+    """Returns the part of a `rename=` that keeps these names, by their first parts."""
+    return {top: top for top in sorted({name.partition(".")[0] for name in names})}
+
+
+def _excluding(
+    missing: Sequence[str], unexpected: Set[str], renamed: Mapping[str, str], fitting: Set[str]
+) -> str:
+    """Returns the `exclude=` of the names that the target lacks after `rename=`; empty if none."""
+    (old, new) = next(iter(renamed.items()))
+    after = {one.removeprefix(f"{old}.") if old else f"{new}.{one}" for one in unexpected}
+    rest, wanted = after - {*missing}, {*missing} | fitting
+    tops = {f"{one.partition('.')[0]}.*" if "." in one else one for one in rest}
+    is_theirs = any(name.startswith(top.removesuffix("*")) for top in tops for name in wanted)
+    patterns = sorted(rest if is_theirs else tops)
+    if len(patterns) > SHOWN_DIFFERENCES:
+        return " and exclude= with patterns of the others"
+    return f" and exclude={patterns}" if patterns else ""
 
 
 def _most_by_one_prefix(missing: Sequence[str], unexpected: Set[str]) -> tuple[dict[str, str], int]:
@@ -414,9 +455,11 @@ class SkippedWarning(Picklable, UserWarning):
         super().__init__(message)
 
 
-def make_skipped_warning(where: str, skipped: Sequence[Difference]) -> SkippedWarning:
-    """Returns the warning about differences that `strict=False` leaves out."""
-    told = f"strict=False skips {len(skipped)}: {_format_differences(skipped)}"
+def make_skipped_warning(
+    where: str, skipped: Sequence[Difference], why: str = "strict=False"
+) -> SkippedWarning:
+    """Returns the warning about differences that `strict=False`, or another rule, leaves out."""
+    told = f"{why} skips {len(skipped)}: {_format_differences(skipped)}"
     return SkippedWarning(f"{without_secrets(where)}: {told}", skipped)
 
 

@@ -8,6 +8,7 @@ their state last, by their own `load_state_dict`.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args
 from warnings import warn
+
+from xxhash import xxh3_64_intdigest
 
 from ckpt.arguments import (
     CastingRule,
@@ -24,9 +27,17 @@ from ckpt.arguments import (
     check_word,
     memory_budget,
 )
-from ckpt.errors import DCP_LOAD, ArgumentTypeError, StoreError, UnverifiedWarning
+from ckpt.errors import (
+    DCP_LOAD,
+    ArgumentTypeError,
+    Difference,
+    StoreError,
+    UnverifiedWarning,
+    make_skipped_warning,
+)
 from ckpt.loading.fallback import Loaded, Url, load_or_older
 from ckpt.mapping.changes import Changes, MappingName
+from ckpt.mapping.other_names import OtherNames, other_names
 from ckpt.match.match import match
 from ckpt.match.match_builder import Casting, Fit, Match, casting_of
 from ckpt.match.match_stateful import select_weights
@@ -54,6 +65,7 @@ from formats.native.shard import Progress
 from formats.storage import LOCAL_READ_BYTES, REMOTE_READ_BYTES, memory_name
 from sharding.agreement.channel import TIMEOUT_SECONDS
 from sharding.agreement.ranks import HASH_BITS, Ranks, result_or_error
+from sharding.errors import without_secrets
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,6 +73,8 @@ if TYPE_CHECKING:
     from sharding.agreement.ranks import Agreement, Group
 
 __all__ = ["load"]
+
+_log = logging.getLogger("ckpt.load")
 
 S = TypeVar("S")
 
@@ -254,6 +268,8 @@ def load_once(ranks: Ranks, url: Url, state: object, options: LoadOptions) -> Lo
     with ranks.call(CALL), pause_collection(), ExitStack() as stack:
         matched, agreed = agree_on_source(ranks, os.fspath(url), state, options, stack)
         plans, budget = agree_on_plans(ranks, matched, agreed, options)
+        if ranks.rank == 0:
+            matched.tell_names()
         share = matched.share if agreed.same["share"] else NOTHING_SHARED
         run = _Run(ranks, matched, plans, options, budget, share)
         with name_touched(run.names):
@@ -329,6 +345,7 @@ class _Run:
 
 TO_USER = 9
 """The stack level, in `check_fits`, of the program that called `ckpt.load`."""
+OF_A_HEAD = "belongs to a head that the target lacks"
 MATCHING = "matching the checkpoint with the target"
 PLANNING = "planning to load"
 
@@ -362,14 +379,53 @@ def agree_on_source(
     All ranks call this. Communicates. If a version of a live state is published meanwhile, the
     ranks open different ones, each the newest; all of them then open that of rank 0.
     """
-    opening = partial(_match, ranks, url, state, options, stack)
+    opening = partial(_open_and_match, ranks, url, state, options, stack)
     matched, agreed = ranks.run_and_compare(MATCHING, opening, Matched.fingerprints)
     if agreed.same["source"] or not is_newest(url):
-        return matched, agreed
+        return _by_other_names(ranks, matched, agreed, state, options)
     version = parse(matched.source.url).version
     version = int(ranks.broadcast(str(version).encode()))
-    opening = partial(_match, ranks, str(parse(url).at(version)), state, options, stack)
+    opening = partial(_open_and_match, ranks, str(parse(url).at(version)), state, options, stack)
     return ranks.run_and_compare(MATCHING, opening, Matched.fingerprints)
+
+
+def _by_other_names(
+    ranks: Ranks, matched: Matched, agreed: Agreement, state: object, options: LoadOptions
+) -> tuple[Matched, Agreement]:
+    """Returns the match by other names, if the own ones do not fit and all ranks find them.
+
+    All ranks call this. Communicates if any rank has found a difference.
+    """
+    is_free = not (options.changes.mappings or options.fit.rename or options.forgiven)
+    alike = agreed.same["unexpected"] and agreed.same["differing"]
+    if (
+        not is_free
+        or matched.source.catalog.format == "ckpt"
+        or (alike and not any(matched.problems))
+    ):
+        return matched, agreed
+    finding = partial(_find_names, ranks, matched, state, options)
+    other, told = ranks.run_and_compare(MATCHING, finding, Matched.fingerprints)
+    return (other, told) if told.same["names"] else (matched, agreed)
+
+
+def _find_names(ranks: Ranks, own: Matched, state: object, options: LoadOptions) -> Matched:
+    """Returns the match by the first other names that fit wholly.
+
+    Otherwise the one by the names of transformers, if they leave fewer differences: an error, or
+    `strict=False`, then has these. Names that an argument gives are for the caller to choose.
+    """
+    best, hint = own, ""
+    for names in other_names(own.source, state):
+        source = replace(own.source, catalog=names.catalog)
+        other = _match(ranks, source, state, options, names)
+        if not any(other.problems):
+            return other
+        if other.problems < best.problems and not names.argument:
+            best = other
+        elif other.problems < best.problems:
+            hint = hint or names.argument
+    return best if best is not own else replace(own, hint=hint)
 
 
 class Plans(NamedTuple):
@@ -404,9 +460,20 @@ class Matched:
     share: CheckShare
     """The checksums to compare if all ranks divide them alike."""
     by_host: bool
+    names: OtherNames | None = None
+    """The names of the checkpoint if they are not its own."""
+    kept: tuple[str, ...] = ()
+    """Names of the target that no file of its class has."""
+    hint: str = ""
+    """The argument that leaves fewer differences, for an error."""
+
+    @property
+    def problems(self) -> tuple[int, int]:
+        """The numbers of differences, and of names that the target lacks, on this rank."""
+        return len(self.match.differences), len(self.match.unexpected)
 
     def fingerprints(self) -> dict[str, int]:
-        """Returns those of the match, the plans' presence, the share and the source.
+        """Returns those of the match, the plans' presence, the share, the names and the source.
 
         The source is the checkpoint, or the save that made it.
         """
@@ -414,7 +481,23 @@ class Matched:
         share = self.share.fingerprint >> (64 - HASH_BITS)
         planned = int(self.plans is not None)
         found = fingerprints(self.match)._asdict()
-        return {**found, "planned": planned, "share": share, "source": source}
+        title = "" if self.names is None else self.names.title
+        names = xxh3_64_intdigest(title.encode()) >> (64 - HASH_BITS)
+        return {**found, "planned": planned, "share": share, "source": source, "names": names}
+
+    def tell_names(self) -> None:
+        """Logs the names that the load uses, and warns of names that only one side has."""
+        if self.names is None:
+            return
+        url = without_secrets(self.source.url)
+        _log.info("%s is loaded by %s", url, self.names.title)
+        only = [Difference(one, "unexpected", OF_A_HEAD) for one in self.names.left]
+        only += [Difference(one, "missing", "is in no file of this class") for one in self.kept]
+        if only:
+            warn(
+                make_skipped_warning(url, only, f"a load by {self.names.title}"),
+                stacklevel=TO_USER - 4,
+            )
 
     def plan(self, ranks: Ranks, exchanges: bool) -> Plans:
         """Returns this rank's plans. Raises HoleError, and CorruptError for files that it opens."""
@@ -431,11 +514,10 @@ class Matched:
         )
 
 
-def _match(
+def _open_and_match(
     ranks: Ranks, url: Url, state: object, options: LoadOptions, stack: ExitStack
 ) -> Matched:
     """Opens the checkpoint until `stack` ends and matches it with the target. Changes nothing."""
-    budget = memory_budget()
     source = stack.enter_context(open_source(url, options.storage))
     if is_newest(source.url):
         version = parse(source.store.url).version
@@ -443,9 +525,26 @@ def _match(
     source = replace(source, catalog=select_weights(source.catalog, state))
     if options.changes.mappings:
         source = replace(source, catalog=options.changes.apply(source).catalog)
+    return _match(ranks, source, state, options)
+
+
+def _match(
+    ranks: Ranks,
+    source: Source,
+    state: object,
+    options: LoadOptions,
+    names: OtherNames | None = None,
+) -> Matched:
+    """Matches an opened checkpoint, perhaps under other `names`, with the target."""
+    budget = memory_budget()
     saved = Saved(source.catalog, options.fit.rename)
     fit = replace(options.fit, strict=options.fit.strict and not options.forgiven)
     found = match(saved, state, fit, ranks.mesh)
+    own = frozenset[str]() if names is None else names.own
+    kept = tuple(d.name for d in found.differences if d.problem == "missing" and d.name in own)
+    if kept:
+        counted = [each for each in found.differences if each.name not in kept]
+        found = replace(found, differences=counted)
     if options.forgiven:
         counted = [each for each in found.differences if each.problem not in options.forgiven]
         unexpected = [] if "unexpected" in options.forgiven else found.unexpected
@@ -464,6 +563,8 @@ def _match(
         failure=None,
         share=NOTHING_SHARED,
         by_host=options.by_host,
+        names=names,
+        kept=kept,
     )
     if exchanges or found.differences or found.unexpected or found.idle:
         return matched
@@ -514,7 +615,13 @@ def agree_on_plans(
     found = differences(ranks, matched.match, same["unexpected"], same["idle"])
     warns = ranks.rank == 0 or not same["differing"]
     names = matched.match.saved_names
-    check = partial(check_fits, url, found, options.fit.strict, warns, TO_USER, options.call, names)
+    other = None if matched.names is None else matched.names.title
+    check = partial(
+        check_fits,
+        *(url, found, options.fit.strict, warns, TO_USER, options.call, names),
+        other_names=other,
+        hint=matched.hint,
+    )
     checking = partial(_check_plans, matched, ranks, check)
     plans, told = ranks.run_and_compare(
         PLANNING,

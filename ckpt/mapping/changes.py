@@ -417,6 +417,12 @@ def find_mapping(name: str) -> TensorMapping:
     return mapping.inverse(name) if is_inverse else mapping
 
 
+def mappings_for(model_type: str) -> list[str]:
+    """Returns the names of the mappings that read Hugging Face folders of this `model_type`."""
+    names = (name for name, (_, is_inverse) in _names().items() if not is_inverse)
+    return sorted(name for name in names if model_type in find_mapping(name).model_types)
+
+
 def _names() -> dict[str, tuple[str, bool]]:
     """Returns the file of each name, and whether the name is that of the inverse.
 

@@ -164,6 +164,8 @@ class TensorMapping:
     """Names that a checkpoint of tied weights may lack -> the names with which they are tied."""
     parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Parameter -> keys of a Hugging Face `config.json` that have its value; the first counts."""
+    model_types: tuple[str, ...] = ()
+    """The `model_type`s, in a `config.json`, of the Hugging Face folders that the mapping reads."""
 
     @property
     def size_names(self) -> frozenset[str]:
@@ -435,7 +437,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_KEYS = ("about", "strict", "exclude", "tied", "parameters", "rule")
+_KEYS = ("about", "strict", "exclude", "tied", "parameters", "rule", "model_types")
 _RULE_KEYS = ("from", "to", "rearrange", "sizes", "parts", "optional")
 
 
@@ -471,6 +473,7 @@ def parse_mapping(text: str, name: str, is_json: bool = False) -> TensorMapping:
         top.flag("strict"),
         {key: _Table(tied, f"{name}: tied", ()).text(key) for key in tied},
         {key: _Table(parameters, f"{name}: parameters", ()).texts(key) for key in parameters},
+        top.texts("model_types"),
     )
 
 

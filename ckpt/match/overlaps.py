@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from math import gcd
 from operator import le
 from typing import NamedTuple
@@ -410,22 +411,30 @@ def check_fits(
     stacklevel: int = 7,
     call: str = "ckpt.load",
     saved_names: Iterable[str] = (),
+    other_names: str | None = None,
+    hint: str = "",
 ) -> None:
     """Raises MismatchError with all differences, except those that `strict=False` skips.
 
     A warning names the skipped ones if `warns`. `call` is the call to repeat with other arguments.
     If the target has none of `saved_names`, the load is a mistake also without `strict`.
+    `other_names` is the origin of the checkpoint's names if they are not its own, and `hint` an
+    argument with which fewer would differ.
     """
+    fitting = {*saved_names} - {difference.name for difference in found}
+    error = partial(
+        MismatchError, url, call=call, other_names=other_names, hint=hint, fitting=fitting
+    )
     if not strict:
         skipped = [d for d in found if d.problem in NOT_STRICT]
         found = [d for d in found if d not in skipped]
         saved = {*saved_names}
         if saved and saved <= {d.name for d in skipped if d.problem == "unexpected"}:
-            raise MismatchError(url, skipped, call, has_nothing=True)
+            raise error(skipped, has_nothing=True)
         if skipped and warns:
             warn(make_skipped_warning(url, skipped), stacklevel=stacklevel)
     if found:
-        raise MismatchError(url, found, call)
+        raise error(found)
 
 
 def check_preflight_scalars(
