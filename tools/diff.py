@@ -29,8 +29,12 @@ from tools.progress import progress, tensor_bytes
 from tools.text import colour, columns, json_text, place, shorten
 
 if TYPE_CHECKING:
-    from ckpt.checking.diff import Comparison, TensorDifference, ValueDifference
-    from ckpt.mapping.structure import StructureDifference
+    from ckpt.checking.diff import (
+        Comparison,
+        StructureDifference,
+        TensorDifference,
+        ValueDifference,
+    )
 
 HELP = Help(
     summary="compare two checkpoints of any format: names, elements, values, structure",

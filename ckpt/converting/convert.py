@@ -27,9 +27,8 @@ from typing import TYPE_CHECKING
 from ckpt.arguments import DtypeName, FormatName, KindName
 from ckpt.checking.verify import library_problems
 from ckpt.converting.layouts import by_size, check_kind, of_kind
-from ckpt.converting.native_target import StoredState, outgoing, write_native
+from ckpt.converting.native_target import StoredState, check_written, outgoing, write_native
 from ckpt.converting.plan import ConversionPlan, conversion_plan
-from ckpt.converting.read_back import check_written
 from ckpt.converting.resuming import Journal, identity_of
 from ckpt.converting.target_formats import (
     Format,
@@ -53,10 +52,10 @@ from ckpt.converting.targets import (
 )
 from ckpt.converting.weighted_sum import WeightedSum, check_has_sum
 from ckpt.mapping.apply import Mapped
-from ckpt.mapping.casts import Casts
 from ckpt.mapping.changes import Changes, MappingName, Part, place_of_model, place_of_module
 from ckpt.mapping.model_files import ModelFiles, base_name_of, config_of, plans_of
 from ckpt.opening.sources import Source, open_source
+from ckpt.state.patterns import Casts
 from ckpt.stores.local_files import explained_on_disk
 from ckpt.stores.store import Options, local_path, open_store, split_url
 from ckpt.transfer.copy_shares import call_together, memory_bytes_of, write_plans

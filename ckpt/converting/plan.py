@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ckpt.mapping.apply import Mapped
-from ckpt.mapping.casts import Casts
+from ckpt.state.patterns import Casts
 from formats.catalog import TensorRef, iter_leaves
 
 

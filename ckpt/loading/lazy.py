@@ -29,13 +29,12 @@ from ckpt.errors import (
     UnknownNameError,
     UnverifiedWarning,
 )
-from ckpt.mapping.casts import Casts
 from ckpt.mapping.changes import Changes, MappingName
-from ckpt.mapping.structure import names_of
 from ckpt.opening.sources import COMPARED, Source, open_source, unless_replaced
 from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
 from ckpt.state.memory import check_range, empty_for, memory_of, torch_dtype
-from ckpt.state.patterns import Selection, map_selected
+from ckpt.state.patterns import Casts, Selection, map_selected
+from ckpt.state.saved import names_of
 from ckpt.state.state_spec import with_versions
 from ckpt.state.typed_values import restore_values
 from ckpt.stores.store import Options

@@ -37,10 +37,9 @@ from ckpt.mapping.model_files import (
     read_model_files,
 )
 from ckpt.mapping.rules import Rule, TensorMapping, parse_mapping, read_mapping_file
-from ckpt.mapping.structure import names_of
 from ckpt.opening.sources import Source
 from ckpt.state.patterns import Selection, is_selected, map_selected
-from ckpt.state.saved import Missing, Saved, holds_tensor, nodes_in
+from ckpt.state.saved import Missing, Saved, holds_tensor, names_of, nodes_in
 from formats.catalog import Catalog, Key, TensorRef, Tree, join
 from formats.errors import UnsupportedError
 from sharding.errors import ArgumentError, without_secrets

@@ -27,7 +27,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt.errors import NotACheckpointError
-from ckpt.mapping.casts import FLOATS, Casts
+from ckpt.state.patterns import FLOATS, Casts
 from ckpt.stores.store import Options, open_store, split_url
 from formats.catalog import Catalog, FilePlan
 from formats.detect import ENDINGS, OF_WEIGHTS

@@ -56,7 +56,7 @@ from sharding.errors import ENDED, LATE, ArgumentError, ArgumentTypeError, witho
 from sharding.layout import Mesh
 
 if TYPE_CHECKING:
-    from ckpt.mapping.casts import Casts
+    from ckpt.state.patterns import Casts
 
 _log = logging.getLogger("ckpt.save")
 
@@ -206,7 +206,7 @@ def agree_on_attempt(
 
 
 def _casts_of(dtype: StoredDtypes) -> Casts:
-    from ckpt.mapping.casts import Casts  # with the parts of a load, which other saves spare
+    from ckpt.state.patterns import Casts  # with the parts of a load, which other saves spare
 
     given = dtype if isinstance(dtype, Mapping) else {"*": dtype}
     return Casts.of({k: str(v) if isinstance(v, torch.dtype) else v for k, v in given.items()})
@@ -219,7 +219,7 @@ def _cast(flat: FlatState, dtype: StoredDtypes) -> FlatState:
     an optimizer: it would round the counts of steps. Raises UnsupportedError for a number beyond
     the range of its new dtype.
     """
-    from ckpt.mapping.casts import FLOATS
+    from ckpt.state.patterns import FLOATS
 
     if not isinstance(dtype, Mapping) and flat.optimizers:
         raise ArgumentError(

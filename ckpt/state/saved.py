@@ -36,6 +36,22 @@ def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
         yield path or (ROOT if isinstance(tree, TensorRef) else ""), tree
 
 
+def names_of(tree: Tree, path: str = "") -> Iterator[str]:
+    """Yields the names that patterns can match: of all leaves, and of lists and tuples.
+
+    >>> list(names_of({"a": {"b": 1}, "c": [2]}))
+    ['a.b', 'c', 'c.0']
+    """
+    if isinstance(tree, dict) and tree:
+        for key, item in tree.items():
+            yield from names_of(item, join(path, key))
+        return
+    yield path
+    if isinstance(tree, list | tuple):
+        for index, item in enumerate(tree):
+            yield from names_of(item, join(path, index))
+
+
 def nodes_in(
     nest: object, is_wanted: Callable[[object], TypeGuard[_T]], path: str = ""
 ) -> Iterator[tuple[str, _T]]:

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.converting.native_target import outgoing
-from ckpt.converting.read_back import check_written
-from ckpt.mapping.casts import NO_CASTS
+from ckpt.converting.native_target import check_written, outgoing
 from ckpt.opening.sources import open_source
+from ckpt.state.patterns import NO_CASTS
 from formats.errors import CorruptError
 
 ONES = torch.ones(2, 3)

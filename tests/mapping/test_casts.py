@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt.mapping.casts import NO_CASTS, Casts
+from ckpt.state.patterns import NO_CASTS, Casts
 from sharding.errors import ArgumentError
 
 
