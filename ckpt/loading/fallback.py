@@ -38,8 +38,16 @@ from ckpt.errors import (
 )
 from ckpt.loading.newest import UNREADABLE, list_committed
 from ckpt.opening.sources import TRIES
-from ckpt.stores.addresses import is_live, is_one_version
-from ckpt.stores.store import WEB, Options, absolute, is_file, join_url, split_url
+from ckpt.stores.store import (
+    WEB,
+    Options,
+    absolute,
+    is_file,
+    is_live,
+    is_one_version,
+    join_url,
+    split_url,
+)
 from ckpt.transfer.record_sums import ChangedOnTheWayError
 from formats.errors import (
     CorruptError,

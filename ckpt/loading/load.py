@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args
 from warnings import warn
 
+from torch import nn
 from xxhash import xxh3_64_intdigest
 
 from ckpt.arguments import (
@@ -40,7 +41,6 @@ from ckpt.mapping.changes import Changes, MappingName
 from ckpt.mapping.other_names import OtherNames, other_names
 from ckpt.match.match import match
 from ckpt.match.match_builder import Casting, Fit, Match, casting_of
-from ckpt.match.match_stateful import select_weights
 from ckpt.match.overlaps import check_fits, check_preflight_scalars, differences, fingerprints
 from ckpt.opening.sources import Source, open_source
 from ckpt.plan.load_plan import (
@@ -56,11 +56,13 @@ from ckpt.plan.save_plan import pause_collection
 from ckpt.state.memory import will_change
 from ckpt.state.patterns import Rename, Selection
 from ckpt.state.saved import Saved
-from ckpt.stores.addresses import is_live, is_newest, parse
-from ckpt.stores.store import Options
+from ckpt.stores.addresses import parse
+from ckpt.stores.store import Options, is_live, is_newest
 from ckpt.transfer.read import ReadPolicy, Unchanged
 from ckpt.transfer.record_sums import RecordSums, Verify, check_verify
 from ckpt.transfer.run import FileSource, LoadRun, SharedTargets, half_loaded, name_touched
+from formats.catalog import Catalog
+from formats.joined import under
 from formats.native.shard import Progress
 from formats.storage import LOCAL_READ_BYTES, REMOTE_READ_BYTES, memory_name
 from sharding.agreement.channel import TIMEOUT_SECONDS
@@ -642,3 +644,18 @@ def _check_plans(
     if matched.failure is not None:
         raise matched.failure
     return matched.plan(ranks, exchanges)
+
+
+def select_weights(catalog: Catalog, state: object) -> Catalog:
+    """Returns the weights of a training's folder for a module or a dict with other keys.
+
+    A dict with one of the folder's own keys wants the whole folder; so do an empty dict and any
+    other object. Another checkpoint is returned unchanged.
+    """
+    if not catalog.weights:
+        return catalog
+    own = catalog.tree if isinstance(catalog.tree, dict) else {}
+    has_other_keys = isinstance(state, Mapping) and bool(state) and not any(k in own for k in state)
+    if isinstance(state, nn.Module) or has_other_keys:
+        return under(catalog, catalog.weights)
+    return catalog

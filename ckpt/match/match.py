@@ -19,10 +19,18 @@ from torch.optim import Optimizer
 
 import sharding
 from ckpt.errors import Difference, DifferenceKind, MismatchError, make_skipped_warning
-from ckpt.match.match_builder import NOT_SAVED, Fit, Installer, Match, MatchBuilder, dtype_problem
+from ckpt.match.match_builder import (
+    NOT_SAVED,
+    Fit,
+    Installer,
+    Match,
+    MatchBuilder,
+    dtype_problem,
+    fill_mapping,
+)
 from ckpt.match.match_optimizer import match_optimizer
 from ckpt.match.match_positions import name_like_target
-from ckpt.match.match_stateful import fill_mapping, match_per_rank, match_stateful
+from ckpt.match.match_stateful import match_per_rank, match_stateful
 from ckpt.match.overlaps import find_shared_memory
 from ckpt.plan.load_plan import LoadItem
 from ckpt.state.memory import ORDINARY, check_mode, kind_problem, memory_problem, torch_can_share

@@ -18,11 +18,11 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -225,6 +225,13 @@ def whole_tensor(record: TensorRecord) -> torch.Tensor:
     if record.strides is None or tensor.stride() == record.strides:
         return tensor
     return tensor.as_strided(record.shape, record.strides)  # packed in another order
+
+
+def fill_mapping(node: MutableMapping[object, object], items: Mapping[Any, object]) -> object:
+    """Sets items of a mapping and returns it. Sets each alone: a Counter's `update` adds values."""
+    for key, item in items.items():
+        node[key] = item
+    return node
 
 
 class Casting(Enum):

@@ -18,30 +18,23 @@ Matches an object of one rank (`ckpt.state.per_rank`): it gets the state of its 
 
 The state is loaded whole, into new memory on the CPU, or not at all if no name of it is selected.
 The match does not call `state_dict()` of the target's object.
-
-The part of a training's folder that a target wants.
-
-A folder of Trainer or Accelerate holds weights, an optimizer and more, each at its key. A program
-that loads a model from it wants the weights, with the names of the model (docs/formats.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
-from torch import nn
 
-from ckpt.match.match_builder import NOT_SAVED, Installer, MatchBuilder
+from ckpt.match.match_builder import NOT_SAVED, Installer, MatchBuilder, fill_mapping
 from ckpt.state.flatten import DICTS, SPREAD
 from ckpt.state.per_rank import PerRank, ranks_in
 from ckpt.state.saved import Missing, holds_tensor, kind_of, nodes_in
 from ckpt.state.stateful import Stateful, by_parameters, call_of
-from formats.catalog import Catalog, Key, TensorRef, Tree, join
-from formats.joined import under
+from formats.catalog import Key, TensorRef, Tree, join
 from formats.native.tree import ROOT
 from sharding.describe.describing import TensorLike
 from sharding.describe.dtensor import is_sharded
@@ -178,13 +171,6 @@ def _as_dicts_of(state: object, loaded: object) -> object:
     return fill_mapping(empty, items)
 
 
-def fill_mapping(node: MutableMapping[object, object], items: Mapping[Any, object]) -> object:
-    """Sets items of a mapping and returns it. Sets each alone: a Counter's `update` adds values."""
-    for key, item in items.items():
-        node[key] = item
-    return node
-
-
 def _is_tensor(node: object) -> TypeGuard[TensorLike]:
     return isinstance(node, SPREAD)
 
@@ -222,18 +208,3 @@ def match_per_rank(builder: MatchBuilder, node: PerRank, path: str) -> Installer
         return node
 
     return install
-
-
-def select_weights(catalog: Catalog, state: object) -> Catalog:
-    """Returns the weights of a training's folder for a module or a dict with other keys.
-
-    A dict with one of the folder's own keys wants the whole folder; so do an empty dict and any
-    other object. Another checkpoint is returned unchanged.
-    """
-    if not catalog.weights:
-        return catalog
-    own = catalog.tree if isinstance(catalog.tree, dict) else {}
-    has_other_keys = isinstance(state, Mapping) and bool(state) and not any(k in own for k in state)
-    if isinstance(state, nn.Module) or has_other_keys:
-        return under(catalog, catalog.weights)
-    return catalog

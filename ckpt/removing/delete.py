@@ -8,13 +8,14 @@ from contextlib import suppress
 
 from ckpt.errors import InUseError, NotACheckpointError, StoreError
 from ckpt.opening.sources import advice_at
-from ckpt.removing.gc import check_no_link, remove_old
+from ckpt.removing.gc import remove_old
 from ckpt.step_names import pins_in, step_of
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.store import (
     Options,
     Store,
     absolute,
+    check_no_link,
     check_writable,
     is_file,
     join_url,

@@ -27,12 +27,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, cast
 from warnings import warn
 
-from ckpt.errors import ArgumentError, UnreadableWarning
+from ckpt.errors import UnreadableWarning
 from ckpt.mapping.model_files import ADAPTER, CONFIG
 from ckpt.stores.driver import Unfinished
 from ckpt.stores.store import (
     Options,
     Store,
+    check_no_link,
     check_writable,
     join_url,
     link_at,
@@ -424,16 +425,6 @@ def _is_written(name: str) -> bool:
     part = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.part", name, re.DOTALL)
     complete = part[1] if part else name
     return complete in _MODEL_FILES or _WRITTEN.fullmatch(complete) is not None
-
-
-def check_no_link(url: str | os.PathLike[str]) -> None:
-    """Raises ArgumentError if a place is a link on a disk: a delete does not follow links."""
-    link = link_at(url)
-    if link is not None:
-        raise ArgumentError(
-            f"{link}: a link to {os.path.realpath(link)}, which was not deleted; to delete that "
-            "folder, give its own path; to remove the link, use rm"
-        )
 
 
 def _remove(store: Store, age: float, one: LeftOver) -> None:

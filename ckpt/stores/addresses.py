@@ -56,21 +56,6 @@ def authority(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def is_live(url: str) -> bool:
-    """Whether the URL has the scheme of live states."""
-    return url.startswith(f"{SCHEME}://")
-
-
-def is_one_version(url: str) -> bool:
-    """Whether the URL means one version of a live state, which no other can replace."""
-    return is_live(url) and parse(url).version is not None
-
-
-def is_newest(url: str) -> bool:
-    """Whether the URL means the newest version of a live state."""
-    return is_live(url) and parse(url).version is None
-
-
 def parse(url: str) -> LiveUrl:
     """Returns the parts of an address. Raises ArgumentError if it is not one.
 

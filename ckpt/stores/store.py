@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote
 
 from ckpt.errors import StoreError
-from ckpt.stores.addresses import TOKEN, is_live
+from ckpt.stores.addresses import SCHEME, TOKEN, parse
 from ckpt.stores.driver import Start, StoreCapabilities, Unfinished
 from ckpt.stores.local_files import explained_on_disk
 from ckpt.stores.local_store import LocalStore
@@ -342,6 +342,16 @@ def link_at(url: str | os.PathLike[str]) -> str | None:
     return path if os.path.islink(path) else None
 
 
+def check_no_link(url: str | os.PathLike[str]) -> None:
+    """Raises ArgumentError if a place is a link on a disk: a delete does not follow links."""
+    link = link_at(url)
+    if link is not None:
+        raise ArgumentError(
+            f"{link}: a link to {os.path.realpath(link)}, which was not deleted; to delete that "
+            "folder, give its own path; to remove the link, use rm"
+        )
+
+
 def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
     """Returns the folder and the last part of a path or URL.
 
@@ -391,6 +401,21 @@ def is_file(url: str | os.PathLike[str], options: Options = None) -> bool:
     folder, name = split_url(url)
     with open_store(folder, options) as store:
         return store.exists(name)
+
+
+def is_live(url: str) -> bool:
+    """Whether the URL has the scheme of live states."""
+    return url.startswith(f"{SCHEME}://")
+
+
+def is_one_version(url: str) -> bool:
+    """Whether the URL means one version of a live state, which no other can replace."""
+    return is_live(url) and parse(url).version is not None
+
+
+def is_newest(url: str) -> bool:
+    """Whether the URL means the newest version of a live state."""
+    return is_live(url) and parse(url).version is None
 
 
 def place_elsewhere(

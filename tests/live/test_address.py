@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import ArgumentError
-from ckpt.stores.addresses import MOST_VERSION, NAME, LiveUrl, is_live, parse, version_of
+from ckpt.stores.addresses import MOST_VERSION, NAME, LiveUrl, parse, version_of
+from ckpt.stores.store import is_live
 from sharding.errors import without_secrets
 
 NAMES = st.from_regex(NAME, fullmatch=True)
