@@ -46,13 +46,9 @@ from ckpt.state.stateful import (
 )
 from ckpt.transfer.write_job import Compress
 from formats.catalog import TensorRef
-from sharding.describe.describing import (
-    CleanNames,
-    describe_module,
-    flat_members,
-    state_dict_keys,
-)
+from sharding.describe.describing import describe_module, flat_members, state_dict_keys
 from sharding.describe.members import NamedParameter
+from sharding.describe.wrappers import CleanNames
 
 with needs("lightning"):
     from lightning.pytorch.core import saving as module_saving

@@ -54,7 +54,7 @@ from ckpt.state.saved import leaves
 from formats.catalog import Catalog, Key, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType
 from sharding.describe.describing import state_dict_keys
-from sharding.describe.members import child_of_wrapper
+from sharding.describe.wrappers import child_of_wrapper
 from sharding.errors import ArgumentError
 from sharding.layout import Shape
 

@@ -50,7 +50,6 @@ from ckpt.state.typed_values import instead_of_array, is_plain_array, like_targe
 from formats.catalog import TensorRef, join, versions_in
 from formats.native.tree import ROOT
 from sharding.describe.describing import (
-    CleanNames,
     TensorLike,
     describe_module,
     load_rest,
@@ -59,6 +58,7 @@ from sharding.describe.describing import (
 )
 from sharding.describe.dtensor import is_sharded
 from sharding.describe.members import LocalPart, NamedParameter
+from sharding.describe.wrappers import CleanNames
 from sharding.layout import Mesh
 
 EXTRA_STATE = "_extra_state"

@@ -29,8 +29,9 @@ from torch.optim import Optimizer
 from ckpt.state.saved import Saved, nodes_in
 from ckpt.state.stateful import OptimizerNames, ParameterNames, modules
 from formats.catalog import Key, Tree, join
-from sharding.describe.describing import CleanNames, state_dict_keys
-from sharding.describe.members import WRAPPED, NamedParameter
+from sharding.describe.describing import state_dict_keys
+from sharding.describe.members import NamedParameter
+from sharding.describe.wrappers import WRAPPED, CleanNames
 
 
 def name_like_target(saved: Saved, state: object, parameters: ParameterNames) -> Saved:

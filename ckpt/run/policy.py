@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 from warnings import warn
 
 from ckpt.errors import ArgumentError, CkptError, NotOwnerError, RankError, SaveFailedWarning
@@ -50,6 +50,22 @@ def seconds_in(text: str) -> float | None:
     """
     matched = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
     return float(matched[1]) * UNITS[matched[2] or "s"] if matched else None
+
+
+LONGEST_SECONDS = 1e9
+"""Some thirty years: no clock of an operating system takes a much longer time."""
+
+
+def parse_time(text: str) -> float:
+    """Returns the seconds of an age such as `90m`; raises ArgumentError for another text.
+
+    >>> parse_time("90m"), parse_time("1.5d"), parse_time("0")
+    (5400.0, 129600.0, 0.0)
+    """
+    seconds = seconds_in(text)
+    if seconds is None or seconds > LONGEST_SECONDS:
+        raise ArgumentError(f"{text!r} is no time; say 30s, 90m, 2h or 3d")
+    return seconds
 
 
 Mode = Literal["min", "max"]
@@ -121,6 +137,46 @@ def _seconds(time: float | str | None) -> float | str | None:
     """Returns a time in seconds; a text that is no time as it is."""
     seconds = seconds_in(time) if isinstance(time, str) else None
     return time if seconds is None else seconds
+
+
+def parse_keep(text: str) -> Keep:
+    """Returns the policy of a text such as `last=3,best=2,metric=loss,mode=max,one_per=1h`.
+
+    Raises ArgumentError for a text that names no rule, or one twice, or that keeps everything.
+
+    >>> parse_keep("last=3,younger_than=2h") == Keep(last=3, younger_than=7200.0)
+    True
+    """
+    rules: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        if name not in _WORDS or not value or name in rules:
+            known = ", ".join(f"{name}=" for name in _WORDS)
+            raise ArgumentError(f"{part.strip()!r} is no rule; there are {known}, each once")
+        rules[name] = _WORDS[name](value)
+    keep = Keep(**rules)
+    if keep.keeps_all:
+        raise ArgumentError(f"{text!r} keeps every checkpoint; say last=, every= or best=")
+    return keep
+
+
+def _parse_number(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 19):
+        raise ArgumentError(f"{text!r} is no whole number; give one, as in last=3")
+    return int(text)
+
+
+_WORDS: dict[str, Callable[[str], Any]] = {
+    "last": _parse_number,
+    "every": _parse_number,
+    "best": _parse_number,
+    "metric": str,
+    "mode": str,
+    "younger_than": parse_time,
+    "one_per": parse_time,
+    "last_finite": _parse_number,
+}
+"""The fields of `Keep` as words of a text, with the function that reads the value of each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 Rules:
 
 1. A module's entries have the names of its own `state_dict()`, without the parts that wrappers of
-   torch and of this project add (`sharding.describe.members.WRAPPED`): DDP's `module.`,
+   torch and of this project add (`sharding.describe.wrappers.WRAPPED`): DDP's `module.`,
    torch.compile's `_orig_mod.`. Entries of a wrapper itself stay. Each parameter in a flat
    parameter has an entry.
 2. An optimizer's entries are keyed by its parameters' names in the modules of the same state, never
@@ -47,14 +47,10 @@ from ckpt.errors import StateError
 from ckpt.state.subclass_state import ORDINARY, inner_of, plain, take_apart
 from ckpt.state.typed_values import format_path
 from formats.catalog import join
-from sharding.describe.describing import (
-    CleanNames,
-    TensorLike,
-    flat_members,
-    is_divided,
-)
+from sharding.describe.describing import TensorLike, flat_members, is_divided
 from sharding.describe.dtensor import is_sharded
 from sharding.describe.members import FLAT_PARAMETERS, LocalPart, NamedParameter
+from sharding.describe.wrappers import CleanNames
 
 STEP = "step"
 """The one entry of an optimizer's state that is never placed like its parameter."""

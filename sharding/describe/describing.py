@@ -37,11 +37,8 @@ import torch.distributed as dist
 from torch import nn
 
 from sharding.describe import dtensor, torch_fsdp
-from sharding.describe.members import WRAPPERS as WRAPPERS
-from sharding.describe.members import CleanNames as CleanNames
-from sharding.describe.members import FlatMember as FlatMember
-from sharding.describe.members import LocalPart, PartsUnread, check_holds
-from sharding.describe.members import clean_name as clean_name
+from sharding.describe.members import FlatMember, LocalPart, PartsUnread, check_holds
+from sharding.describe.wrappers import CleanNames
 from sharding.errors import ShardingError
 from sharding.layout import Layout, Mesh
 from sharding.state_dict_settings import local_state_dicts

@@ -31,8 +31,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sharding.describe.members import FLAT_PARAMETERS, LocalPart, key_prefix
+from sharding.describe.members import FLAT_PARAMETERS, LocalPart
 from sharding.describe.own_members import slices_of
+from sharding.describe.wrappers import key_prefix
 from sharding.engine.flat_param_group import FlatParamGroup
 from sharding.errors import LocalShapeError, ShardingError, WorldMismatchError
 from sharding.layout import FlatShard, Layout, Mesh, Placement, Replicate, Shard, StridedShard

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from sharding.describe.dtensor import Grids, check_divides_evenly, describe
-from sharding.describe.members import FlatMember, FlatSlice, LocalPart, check_numel, names_in
+from sharding.describe.members import FlatMember, FlatSlice, LocalPart, check_numel
+from sharding.describe.wrappers import names_in
 from sharding.engine.flat_param_group import (
     FLATTENED,
     FlatParameter,

@@ -37,7 +37,8 @@ from torch import nn
 
 from sharding.describe import dtensor
 from sharding.describe.dtensor import Grids, check_divides_evenly
-from sharding.describe.members import CleanNames, FlatMember, FlatSlice, check_numel, names_in
+from sharding.describe.members import FlatMember, FlatSlice, check_numel
+from sharding.describe.wrappers import CleanNames, names_in
 from sharding.errors import LocalShapeError, ShardingError, UnknownPlacementError
 from sharding.layout import FlatShard, Layout, Mesh
 

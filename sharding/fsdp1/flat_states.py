@@ -42,8 +42,9 @@ from sharding.agreement.ranks import Ranks
 from sharding.describe.describing import describe
 from sharding.describe.dtensor import is_sharded, take_local
 from sharding.describe.local_state_dicts import OwnKeys
-from sharding.describe.members import check_source, state_key
+from sharding.describe.members import check_source
 from sharding.describe.own_members import slices_of
+from sharding.describe.wrappers import state_key
 from sharding.engine.flat_param_group import FlatParamGroup
 from sharding.engine.parameter import Parameter, as_dtensor, local_of, shard_in_front
 from sharding.errors import ShardingError

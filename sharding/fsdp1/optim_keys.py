@@ -32,8 +32,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from sharding.describe.describing import clean_name, flat_members
+from sharding.describe.describing import flat_members
 from sharding.describe.members import NamedParameter
+from sharding.describe.wrappers import clean_name
 from sharding.engine.flat_param_group import flat_param_groups
 from sharding.engine.unit import entry_of, units_of
 from sharding.errors import ArgumentError, ArgumentTypeError, OptimizerMismatchError, format_names

@@ -33,7 +33,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from sharding.describe.local_state_dicts import OwnKeys, check_loadable, record_of
-from sharding.describe.members import FLAT_PARAMETERS, key_prefix, state_key
+from sharding.describe.members import FLAT_PARAMETERS
+from sharding.describe.wrappers import key_prefix, state_key
 from sharding.engine.flat_param_group import FlatParamGroup, flat_param_groups
 from sharding.engine.parameter import local_of
 from sharding.engine.unit import UNIT

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from sharding.describe.describing import clean_name
+from sharding.describe.wrappers import clean_name
 from sharding.engine.flat_param_group import FlatParameter
 from sharding.fsdp1.entry_point import HYBRID, EntryPoint, entry_points
 from sharding.fsdp1.optim_keys import OptimInput, OptimState, change_keys

@@ -32,7 +32,8 @@ from torch.distributed.tensor import DTensor
 from sharding.agreement.ranks import Ranks
 from sharding.describe.describing import TensorLike, describe
 from sharding.describe.local_state_dicts import Record, check_made_by, record_of_layouts
-from sharding.describe.members import FLAT_PARAMETERS, check_source, state_key
+from sharding.describe.members import FLAT_PARAMETERS, check_source
+from sharding.describe.wrappers import state_key
 from sharding.errors import LocalShapeError, ShardingError
 from sharding.kind import Kind
 from sharding.layout import Layout, Replicate
