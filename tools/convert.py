@@ -38,8 +38,7 @@ from tools.progress import progress, tensor_bytes
 from tools.text import columns, json_text, place, size_of, tell
 
 if TYPE_CHECKING:
-    from ckpt.converting.convert import ConvertReport
-    from ckpt.converting.plan import ConversionPlan
+    from ckpt.converting.convert import ConversionPlan, ConvertReport
     from ckpt.mapping.changes import Part
     from sharding.agreement.ranks import Group
 

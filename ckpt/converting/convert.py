@@ -22,13 +22,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING
 
 from ckpt.arguments import DtypeName, FormatName, KindName
 from ckpt.checking.verify import library_problems
 from ckpt.converting.layouts import by_size, check_kind, of_kind
 from ckpt.converting.native_target import StoredState, check_written, outgoing, write_native
-from ckpt.converting.plan import ConversionPlan, conversion_plan
 from ckpt.converting.resuming import Journal, identity_of
 from ckpt.converting.target_formats import (
     Format,
@@ -60,7 +60,16 @@ from ckpt.stores.local_files import explained_on_disk
 from ckpt.stores.store import Options, local_path, open_store, split_url
 from ckpt.transfer.copy_shares import call_together, memory_bytes_of, write_plans
 from formats import dcp, gguf, npz, torch_save
-from formats.catalog import FilePlan, OpaqueValue, Outgoing, Tree, join, without_opaque
+from formats.catalog import (
+    FilePlan,
+    OpaqueValue,
+    Outgoing,
+    TensorRef,
+    Tree,
+    iter_leaves,
+    join,
+    without_opaque,
+)
 from formats.errors import CorruptError, UnsupportedError
 from formats.native.shard import Progress
 from formats.safetensors import file as safetensors_file
@@ -76,6 +85,79 @@ if TYPE_CHECKING:
     from sharding.agreement.ranks import Group
 
 __all__ = ["ConvertReport", "convert"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTensor:
+    """One tensor of the target."""
+
+    name: str
+    sources: tuple[str, ...]
+    """The names in the source that it comes from."""
+    shape: tuple[int, ...]
+    source_dtype: str
+    dtype: str
+    nbytes: int
+    """The bytes that are written."""
+    tied_to: str | None = None
+    """The name of the tensor whose bytes these are; they count once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionPlan:
+    """The tensors that a conversion reads and writes, and its bytes."""
+
+    tensors: tuple[PlannedTensor, ...]
+    """In the order of the target, with tied names."""
+    excluded: tuple[str, ...]
+    """The names in the source that a mapping leaves out."""
+    read_bytes: int
+    """The bytes of the source's tensors, each once."""
+    written_bytes: int
+    """The bytes of the target's tensors, without headers."""
+    memory_bytes: int
+    """The largest size of all blocks that are in memory together."""
+
+
+def conversion_plan(
+    found: Mapped, casts: Casts, memory_bytes: int, untied: bool = False
+) -> ConversionPlan:
+    """Returns the plan for a catalog after its changes. Pure: reads nothing.
+
+    With `untied`, each tied name has bytes of its own.
+    """
+    catalog = found.catalog
+    first_names: dict[str, str] = {}
+    planned: list[PlannedTensor] = []
+    read_bytes = 0
+    for name, leaf in iter_leaves(catalog.tree):
+        if not isinstance(leaf, TensorRef):
+            continue
+        record = catalog.tensors[leaf.name]
+        first = first_names.setdefault(leaf.name, name)
+        dtype = casts.written_dtype(first, record)
+        is_tied = first != name and not untied
+        planned.append(
+            PlannedTensor(
+                name,
+                _sources(found.origins, name),
+                record.shape,
+                str(record.dtype),
+                str(dtype),
+                0 if is_tied else dtype.itemsize * prod(record.shape),
+                first if is_tied else None,
+            )
+        )
+        read_bytes += 0 if first != name else record.nbytes
+    written = sum(tensor.nbytes for tensor in planned)
+    return ConversionPlan(tuple(planned), found.excluded, read_bytes, written, memory_bytes)
+
+
+def _sources(origins: Mapping[str, tuple[str, ...]], name: str) -> tuple[str, ...]:
+    """Returns the origins of a name; an item of a list has those of the list."""
+    while name and name not in origins:
+        name = name.rpartition(".")[0]
+    return origins.get(name, ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
