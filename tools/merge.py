@@ -39,6 +39,7 @@ have to be equal in all.""",
             "ckpt merge base tuned base out --weights 1,0.5,-0.5 --to hf",
             "a model with half of what another one has learned from it",
         ),
+        ("ckpt merge base out --lora adapter --to hf", "a model with a LoRA adapter folded in"),
     ),
     codes=(*OF_A_READER, ExitCode.EXISTS),
 )
@@ -59,9 +60,12 @@ class Options:
     part: Part | None
     include: list[str] | None
     exclude: list[str] | None
+    lora: list[str] | None
+    config: str | None
     dtype: list[Pair] | None
     overwrite: bool
     dry_run: bool
+    resume: bool
     verify: bool
     verbose: bool
     quiet: bool
@@ -84,6 +88,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--last", type=int, metavar="N", help="the newest N steps of the run SRC")
     add("--ema", type=float, metavar="DECAY", help="an exponential average, the last SRC newest")
     add("--float64", dest="in_float64", action="store_true", help="sums in float64, not float32")
+    add("--lora", action="append", metavar="ADAPTER", help="add a LoRA adapter of PEFT; repeatable")
     add("--to", choices=get_args(FormatName), help="the format to write, as for ckpt convert")
     parts = parser.add_mutually_exclusive_group()
     parts.add_argument("--select", metavar="KEYPATH", help="only what is below this key path")
@@ -91,6 +96,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--model-only", dest="part", action="store_const", const="model", help="only the model"
     )
     add_name_patterns(parser)
+    add("--config", metavar="FOLDER", help="the model whose config.json and tokenizer hf gets")
     add(
         "--dtype",
         action="append",
@@ -100,6 +106,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     add("--overwrite", action="store_true", help="replace what is at DST")
     add("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
+    add("--resume", action="store_true", help="go on where this merge was interrupted; hf and dcp")
     add("--verify", action="store_true", help="read the result back and compare every byte")
     add("-v", "--verbose", action="store_true", help="print each tensor")
     add_quiet(parser)
@@ -115,7 +122,8 @@ def run(options: Options) -> int:
     began = time.monotonic()
     storage = mapping(options.storage_options)
     total = sum_of(
-        options.sources, options.weights, options.last, options.ema, options.in_float64, storage
+        *(options.sources, options.weights, options.last, options.ema, options.in_float64, storage),
+        lora=options.lora or (),
     )
     with (
         ranks_of_torchrun() as (group, is_first),
@@ -126,14 +134,17 @@ def run(options: Options) -> int:
             options.dst,
             weights=total.weights,
             in_float64=options.in_float64,
+            lora=total.lora,
             to=options.to,
             select=options.select,
             part=options.part,
             include=options.include,
             exclude=options.exclude,
+            config=options.config,
             dtype=dtypes_of(options.dtype),
             overwrite=options.overwrite,
             dry_run=options.dry_run,
+            resume=options.resume,
             verify=options.verify,
             group=group,
             progress=advance if is_first else None,

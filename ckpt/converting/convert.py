@@ -50,7 +50,7 @@ from ckpt.converting.targets import (
     folder_writer,
     partial_folder,
 )
-from ckpt.converting.weighted_sum import WeightedSum, check_has_sum
+from ckpt.converting.weighted_sum import WeightedSum, check_has_sum, summands
 from ckpt.mapping.apply import Mapped
 from ckpt.mapping.changes import Changes, MappingName, Part, place_of_model, place_of_module
 from ckpt.mapping.model_files import ModelFiles, base_name_of, config_of, plans_of
@@ -366,8 +366,10 @@ def convert(
             told.doing("writing")
         if not dry_run and resume:
             plans = target.plans(state, files, casts)
-            options = (target.format, changes, changes.parameters_of(source))
-            target.write_missing(state, plans, identity_of(source, options, plans))
+            total = src if isinstance(src, WeightedSum) else None
+            options = (target.format, changes, changes.parameters_of(source), total)
+            sources = [source] if total is None else summands(source)
+            target.write_missing(state, plans, identity_of(sources, options, plans))
         elif not dry_run:
             target.write(ranks, state, files, casts)
         if verify and not dry_run and is_first:

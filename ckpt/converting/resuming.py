@@ -36,13 +36,14 @@ _Content = tuple[int, str]
 """The size and the digest of a file."""
 
 
-def identity_of(source: Source, options: object, plans: Sequence[FilePlan]) -> str:
+def identity_of(sources: Sequence[Source], options: object, plans: Sequence[FilePlan]) -> str:
     """Returns a digest of a conversion (rule 1). `options` has a `repr` with all of its values."""
     digest = xxhash.xxh3_128(repr(options).encode())
-    digest.update(f"{source.url} {source.catalog.format}".encode())
-    for file in source.catalog.files:
-        changed = file.digest or source.store.modified(file.name)
-        digest.update(repr((file.name, file.size, changed)).encode())
+    for source in sources:
+        digest.update(f"{source.url} {source.catalog.format}".encode())
+        for file in source.catalog.files:
+            changed = file.digest or source.store.modified(file.name)
+            digest.update(repr((file.name, file.size, changed)).encode())
     for plan in plans:
         digest.update(plan.name.encode())
         for part in plan.parts:

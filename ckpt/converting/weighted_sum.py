@@ -11,20 +11,25 @@ Rules:
    equal in all sources. Names and shapes have to be equal too. All this is compared for the tensors
    of a conversion before the first byte is written (`check_has_sum`).
 4. Plain values, names and files beside the weights are those of the first source.
+5. An adapter adds `scale * b @ a` to the tensors that it names, in the dtype of the sum. Products
+   are made in tiles of whole rows. Their places, and so the bits, do not depend on parts and ranks.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from math import isfinite
+from functools import lru_cache
+from math import isfinite, prod
 from typing import Any, cast
 
 import torch
 
 from ckpt.checking.elements import Tolerance, compare, read_elements, unlike_ranges
-from ckpt.errors import ArgumentError
+from ckpt.errors import ArgumentError, UnsupportedError
+from ckpt.mapping.model_files import adapter_config_in
 from ckpt.opening.sources import Source, open_source
 from ckpt.state.memory import torch_dtype
 from ckpt.stores.store import Options, Store
@@ -45,7 +50,7 @@ from sharding.layout import Box, Piece
 
 __all__ = ["WeightedSum"]
 
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 1 << 20
 """Bytes of a tensor that are summed at once."""
 SUM = "sum-"
 """The begin of the name of a file that exists nowhere, before the number of a tensor."""
@@ -63,6 +68,8 @@ class WeightedSum:
     weights: tuple[float, ...]
     in_float64: bool = False
     """Whether all sums are in float64."""
+    lora: tuple[str, ...] = ()
+    """Folders of LoRA adapters of PEFT, whose products are added to the sum."""
 
     def __post_init__(self) -> None:
         if len(self.urls) != len(self.weights) or not self.urls:
@@ -79,6 +86,11 @@ class WeightedSum:
             sources = [stack.enter_context(open_source(url, options)) for url in self.urls]
             terms = [_Term.of(*pair) for pair in zip(sources, self.weights, strict=True)]
             first = sources[0]
+            adapters = [stack.enter_context(open_source(url, options)) for url in self.lora]
+            products: dict[str, list[_Product]] = {}
+            for adapter in adapters:
+                for name, product in _products_of(adapter, first.catalog).items():
+                    products.setdefault(name, []).append(product)
             tensors, files = dict[str, TensorRecord](), dict[str, str]()
             for number, (name, record) in enumerate(first.catalog.tensors.items()):
                 file = f"{SUM}{number}"
@@ -86,9 +98,15 @@ class WeightedSum:
                 box, extent = Box.whole(record.shape), Extent(file, 0, record.nbytes)
                 table = PieceTable([StoredPiece(Piece.packed(box), extent)])
                 tensors[name] = record._replace(pieces=table, layout=None, strides=None)
-            store = cast(Store, _Sums(first.store, files, terms, self.in_float64))
+            parts = (*sources, *adapters)
+            sums = _Sums(first.store, files, terms, products, self.in_float64, parts)
             catalog = replace(first.catalog, tensors=tensors, bases=(), parts=())
-            yield Source(" + ".join(self.urls), store, catalog)
+            yield Source(" + ".join((*self.urls, *self.lora)), cast(Store, sums), catalog)
+
+
+def summands(source: Source) -> Sequence[Source]:
+    """Returns the sources and adapters of an opened sum."""
+    return cast(_Sums, source.store).parts
 
 
 def check_has_sum(source: Source, catalog: Catalog) -> None:
@@ -126,6 +144,115 @@ class _Term:
         return cls(source.url, weight, RangeReader(source.store, RecordSums()), records)
 
 
+_FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
+"""The name of a factor in an adapter of PEFT."""
+_OTHER_KINDS = ("use_dora", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config")
+"""The settings of adapters that are more than a product."""
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""The initializations of adapters that change the weights to which the adapter adds."""
+TILE_ELEMENTS = 1 << 18
+"""The most elements of a product that are made at once, if a row has no more."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Product:
+    """The product that an adapter adds to a tensor: `scale * b @ a`, of shape (rows, columns)."""
+
+    engine: RangeReader
+    a: TensorRecord
+    b: TensorRecord
+    scale: float
+    is_transposed: bool
+    """Whether the tensor has the transposed product, as embeddings and GPT-2's layers do."""
+
+    def factors(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reads the factors: of (rows, rank) and (rank, columns)."""
+        a, b = (_read(self.engine, one, 0, prod(one.shape)).to(dtype) for one in (self.a, self.b))
+        a, b = a.view(self.a.shape), b.view(self.b.shape)
+        return (a.T.contiguous(), b.T.contiguous()) if self.is_transposed else (b, a)
+
+
+def _products_of(adapter: Source, base: Catalog) -> dict[str, _Product]:
+    """Returns the products of an adapter of PEFT by the names of the tensors of `base`.
+
+    Raises UnsupportedError for another kind of adapter, and ArgumentError if a module has no tensor
+    in `base`, or one of another shape.
+    """
+    url, config = without_secrets(adapter.url), adapter_config_in(adapter.store, adapter.catalog)
+    start, more = config.get("init_lora_weights"), [key for key in _OTHER_KINDS if config.get(key)]
+    if isinstance(start, str) and start.startswith(_CHANGES_BASE):
+        more.append(f"init_lora_weights={start}")
+    records = adapter.catalog.tensors
+    found = {name: _FACTOR.fullmatch(name) for name in records}
+    more += [name for name, match in found.items() if match is None]
+    if config.get("peft_type") != "LORA" or more:
+        raise UnsupportedError(
+            f"{url} is no plain LoRA adapter of PEFT: {format_names(more, 5) or 'peft_type'}; "
+            "merge it with PEFT's merge_and_unload, and save the model"
+        )
+    engine, products, wrong = RangeReader(adapter.store, RecordSums()), dict[str, _Product](), []
+    modules = {match[1]: bool(match[2]) for match in found.values() if match is not None}
+    named = {(match[1], match[3]): records[name] for name, match in found.items() if match}
+    tied = {*base.aliases, *base.aliases.values()}
+    for module, is_embedding in modules.items():
+        a, b = named.get((module, "A")), named.get((module, "B"))
+        is_transposed = is_embedding or bool(config.get("fan_in_fan_out"))
+        name, problem = _base_of(f"{module}.weight", [*base.tensors, *base.aliases])
+        if a is None or b is None or len(a.shape) != 2 or len(b.shape) != 2:
+            problem = problem or "the adapter has no two matrices for it"
+        elif not problem:
+            shape = (a.shape[1], b.shape[0]) if is_transposed else (b.shape[0], a.shape[1])
+            record = base.tensors[base.aliases.get(name, name)]
+            if name in tied:
+                problem = "it is tied to another name, which would change too"
+            elif tuple(record.shape) != shape or a.shape[0] != b.shape[1]:
+                problem = f"it has the shape {tuple(record.shape)}, and the product {shape}"
+            elif not _has_sum(record.dtype) or "complex" in record.dtype.torch_name:
+                problem = f"it is {record.dtype}"
+        if problem or a is None or b is None:
+            wrong.append(f"{module}.weight ({problem})")
+            continue
+        scale = _scale(config, module, a.shape[0], url)
+        products[name] = _Product(engine, a, b, scale, is_transposed)
+    if wrong:
+        raise ArgumentError(f"{url} cannot be folded in: {format_names(wrong, 5)}", names=wrong)
+    return products
+
+
+def _base_of(wanted: str, names: Sequence[str]) -> tuple[str, str]:
+    """Returns the one name that is `wanted` or ends with it, or an empty name and the problem.
+
+    >>> _base_of("q.weight", ["model.q.weight", "q.bias"]), _base_of("q.weight", ["qq.weight"])
+    (('model.q.weight', ''), ('', 'no tensor has this name'))
+    """
+    found = [name for name in names if name == wanted] or [
+        name for name in names if name.endswith(f".{wanted}")
+    ]
+    if len(found) == 1:
+        return found[0], ""
+    return "", "several tensors have this name" if found else "no tensor has this name"
+
+
+def _scale(config: Mapping[str, object], module: str, rank: int, url: str) -> float:
+    """Returns the factor of a module's product, as PEFT computes it."""
+    alpha, patterns = config.get("lora_alpha"), config.get("alpha_pattern") or {}
+    for pattern, other in patterns.items() if isinstance(patterns, dict) else ():
+        plain = pattern.removeprefix("^")
+        if re.search(r"[^\w.-]", plain):
+            raise UnsupportedError(
+                f"{url}: alpha_pattern has the regular expression {pattern!r:.80}; give names of "
+                "modules, or merge the adapter with PEFT's merge_and_unload"
+            )
+        if module == plain or (pattern == plain and module.endswith(f".{plain}")):
+            alpha = other
+            break
+    if not isinstance(alpha, int | float) or rank < 1:
+        raise UnsupportedError(
+            f"{url}: lora_alpha of {module} is {alpha!r:.80}, and its rank {rank}"
+        )
+    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+
+
 class _Sums:
     """The folder of the first source, and beside its files those whose bytes are sums."""
 
@@ -133,10 +260,17 @@ class _Sums:
     """Nothing of it lies in a place."""
 
     def __init__(
-        self, store: Store, files: Mapping[str, str], terms: Sequence[_Term], in_float64: bool
+        self,
+        store: Store,
+        files: Mapping[str, str],
+        terms: Sequence[_Term],
+        products: Mapping[str, Sequence[_Product]],
+        in_float64: bool,
+        parts: Sequence[Source],
     ) -> None:
         self._store, self._files, self._terms = store, files, terms
-        self._in_float64 = in_float64
+        self._products, self._in_float64, self.parts = products, in_float64, parts
+        self._factors = lru_cache(4)(_Product.factors)  # threads are at neighbouring tensors
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -193,14 +327,31 @@ class _Sums:
         wide = _sum_dtype([record.dtype for record in records], self._in_float64)
         total: torch.Tensor | None = None
         for term, record in zip(self._terms, records, strict=True):
-            raw = torch.from_numpy(read_elements(term.engine, record, lo, hi).view("u1"))
-            stored = raw.view(torch_dtype(record.dtype.torch_name))
             # Two roundings an element: a fused product would depend on the element's place.
-            product = stored.to(wide) * term.weight
+            product = _read(term.engine, record, lo, hi).to(wide).mul_(term.weight)
             total = product if total is None else total.add_(product)
         assert total is not None
+        for added in self._products.get(tensor, ()):
+            self._add(total, added, lo)
         found = total.to(torch_dtype(records[0].dtype.torch_name))
         return memoryview(found.view(torch.uint8).numpy().data)
+
+    def _add(self, total: torch.Tensor, product: _Product, lo: int) -> None:
+        """Adds the elements of a product from `lo` on (rule 5)."""
+        left, right = self._factors(product, total.dtype)
+        rows = max(1, TILE_ELEMENTS // right.shape[1])
+        size = rows * right.shape[1]
+        for start in range(lo // size * size, lo + len(total), size):
+            first = start // right.shape[1]
+            tile = (left[first : first + rows].clone() @ right).mul_(product.scale).flatten()
+            begin, end = max(lo, start), min(lo + len(total), start + len(tile))
+            total[begin - lo : end - lo].add_(tile[begin - start : end - start])
+
+
+def _read(engine: RangeReader, record: TensorRecord, lo: int, hi: int) -> torch.Tensor:
+    """Returns new memory with elements `[lo, hi)`, in row-major order."""
+    raw = torch.from_numpy(read_elements(engine, record, lo, hi).view("u1"))
+    return raw.view(torch_dtype(record.dtype.torch_name))
 
 
 def _has_sum(dtype: DType) -> bool:

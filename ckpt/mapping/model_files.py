@@ -180,13 +180,20 @@ def _is_checkpoint(name: str) -> bool:
     return name.lower().endswith(WEIGHTS) or name in ("manifest.json", ".metadata")
 
 
-def config_in(reader: Reader) -> Mapping[str, object]:
+def config_in(reader: Reader, name: str = CONFIG) -> Mapping[str, object]:
     """Returns the configuration in a folder; empty if there is none."""
-    if CONFIG not in reader.names():
+    if name not in reader.names():
         return {}
-    check("header_bytes", reader.size(CONFIG), f"{reader.url}/{CONFIG}")
-    content = reader.read_whole(CONFIG, current().header_bytes)
-    return decode_object(content, f"{reader.url}/{CONFIG}")
+    check("header_bytes", reader.size(name), f"{reader.url}/{name}")
+    return decode_object(reader.read_whole(name, current().header_bytes), f"{reader.url}/{name}")
+
+
+def adapter_config_in(reader: Reader, catalog: Catalog) -> Mapping[str, object]:
+    """Returns the configuration of PEFT's adapter; `save_adapter` has it in the metadata."""
+    saved = catalog.metadata.get("peft_config")
+    if saved is None:
+        return config_in(reader, ADAPTER)
+    return decode_object(saved, f"{reader.url}: peft_config")
 
 
 def read_config(place: str | os.PathLike[str], options: Options = None) -> Mapping[str, object]:

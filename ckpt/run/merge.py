@@ -32,14 +32,17 @@ def merge(
     last: int | None = None,
     ema: float | None = None,
     in_float64: bool = False,
+    lora: Url | Sequence[Url] = (),
     to: FormatName | None = None,
     select: str | None = None,
     part: Part | None = None,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
+    config: Url | None = None,
     dtype: DtypeName | Mapping[str, DtypeName | None] | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
+    resume: bool = False,
     verify: bool = False,
     group: Group = "self",
     progress: Progress | None = None,
@@ -60,12 +63,15 @@ def merge(
         ema: the decay of an exponential average, in place of `weights`: each next source counts
             `1 - ema`.
         in_float64: whether all sums are in float64; by default in float32.
-        dst, to, select, part, include, exclude, dtype, overwrite, dry_run, verify, group, progress,
-        storage_options, dst_storage_options: as for `ckpt.convert`.
+        lora: folders of LoRA adapters of PEFT, each of which adds the product of its matrices.
+        dst, to, select, part, include, exclude, config, dtype, overwrite, dry_run, resume, verify,
+        group, progress, storage_options, dst_storage_options: as for `ckpt.convert`.
 
     Raises:
         ArgumentError: a tensor that is chosen has no sum: a source lacks it, or has another shape,
-            or it has whole numbers that differ; or the number of weights or steps is wrong.
+            or it has whole numbers that differ; or the number of weights or steps is wrong; or a
+            module of an adapter has no tensor.
+        UnsupportedError: an adapter is of another kind, such as DoRA.
         Others: as `ckpt.convert`.
 
     >>> import ckpt, tempfile, torch
@@ -77,16 +83,18 @@ def merge(
     {'w': tensor([3., 3.])}
     """
     return convert(
-        sum_of(sources, weights, last, ema, in_float64, storage_options),
+        sum_of(sources, weights, last, ema, in_float64, storage_options, lora),
         dst,
         to=to,
         select=select,
         part=part,
         include=include,
         exclude=exclude,
+        config=config,
         dtype=dtype,
         overwrite=overwrite,
         dry_run=dry_run,
+        resume=resume,
         verify=verify,
         group=group,
         progress=progress,
@@ -102,11 +110,13 @@ def sum_of(
     ema: float | None,
     in_float64: bool,
     options: Options,
+    lora: Url | Sequence[Url] = (),
 ) -> WeightedSum:
     """Returns the sum that the arguments of `merge` name."""
-    if isinstance(sources, str | os.PathLike):
-        sources = [sources]
-    urls = [os.fspath(url) for url in sources]
+    urls, adapters = (
+        [os.fspath(url) for url in ([given] if isinstance(given, str | os.PathLike) else given)]
+        for given in (sources, lora)
+    )
     if last is not None:
         if len(urls) != 1 or type(last) is not int or last < 1:
             raise ArgumentError(f"last={last!r} of {len(urls)} sources; give one run and a number")
@@ -122,7 +132,7 @@ def sum_of(
         weights = decaying(len(urls), ema)
     elif weights is None:
         weights = [1 / len(urls)] * len(urls)
-    return WeightedSum(tuple(urls), tuple(map(float, weights)), in_float64)
+    return WeightedSum(tuple(urls), tuple(map(float, weights)), in_float64, tuple(adapters))
 
 
 def decaying(count: int, decay: float) -> tuple[float, ...]:

@@ -32,7 +32,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def convert(source: Path, target: Path, stop_after: int | None = None, **more: Any) -> int:
+def convert(source: Any, target: Path, stop_after: int | None = None, **more: Any) -> int:
     """Converts, or stops after so many bytes were read; returns the number of bytes read."""
     read = 0
 
@@ -111,6 +111,23 @@ def test_another_source_begins_anew(saved: Path, tmp_path: Path) -> None:
         convert(source, target, stop_after=2 * MOST)
     os.utime(source, (0, 0))
     assert convert(source, target) == 3 * MOST
+
+
+def test_a_sum_goes_on_with_equal_sources_and_weights_alone(saved: Path, tmp_path: Path) -> None:
+    target, second = tmp_path / "hf", tmp_path / "second.safetensors"
+    ckpt.convert(saved, second)
+
+    def total(weight: float) -> Any:
+        return ckpt.WeightedSum((str(saved), str(second)), (weight, 0.5))
+
+    for change in ("none", "weight", "source"):
+        with pytest.raises(Stop):
+            convert(total(0.5), target, stop_after=2 * MOST, overwrite=True)
+        if change == "source":
+            os.utime(second, (0, 0))
+        weight = 0.25 if change == "weight" else 0.5
+        read = convert(total(weight), target, verify=True, overwrite=True)
+        assert read == (MOST if change == "none" else 3 * MOST), change
 
 
 @pytest.mark.parametrize("damage", ["byte", "cut", "gone", "journal", "end of the journal"])

@@ -116,3 +116,51 @@ def test_peft_loads_what_convert_makes_of_an_adapter(tmp_path: Path) -> None:
     model.peft_config["default"].save_pretrained(folder)
     loaded = peft.PeftModel.from_pretrained(Base(), folder, is_trainable=True)
     assert adapter_of(loaded) == adapter_of(model)
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_merge_folds_an_adapter_in_as_peft_does(family: str, tmp_path: Path) -> None:
+    import transformers
+
+    from ckpt.integrations.peft import save_adapter
+
+    torch.manual_seed(1)
+    if family == "llama":
+        config = transformers.LlamaConfig(
+            vocab_size=24,
+            hidden_size=8,
+            intermediate_size=12,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            tie_word_embeddings=False,
+        )
+        modules = ["q_proj", "down_proj", "embed_tokens"]
+        more = {"rank_pattern": {"down_proj": 3}, "alpha_pattern": {"layers.1.self_attn.q_proj": 5}}
+    else:
+        config = transformers.GPT2Config(
+            n_embd=8, n_layer=2, n_head=2, vocab_size=24, n_positions=8
+        )
+        modules, more = ["c_attn", "mlp.c_fc"], {"fan_in_fan_out": True, "use_rslora": True}
+    base = transformers.AutoModelForCausalLM.from_config(config)
+    base.save_pretrained(tmp_path / "base")
+    ckpt.save(tmp_path / "run", {"net": base})
+    lora = peft.LoraConfig(target_modules=modules, r=4, lora_alpha=7, **more)
+    model = peft.get_peft_model(base, lora)
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    adapter = tmp_path / "adapter"
+    if family == "gpt2":  # PEFT's state dict has the embedding as well, if it has an adapter
+        adapter = tmp_path / "saved"
+        save_adapter(adapter, model)
+    ckpt.merge([tmp_path / "base"], tmp_path / "merged", lora=tmp_path / "adapter", to="hf")
+    ckpt.merge([tmp_path / "run"], tmp_path / "of-run", lora=adapter, select="net")
+    expected = model.merge_and_unload()
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)
+    stored: Any = ckpt.read(tmp_path / "of-run")
+    assert all(torch.equal(stored[name], found[name]) for name in stored)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ckpt.converting import weighted_sum
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64)
 WEIGHTS = (0.5, -0.3, 0.8)
+ADAPTER = "adapter_model.safetensors"
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
@@ -119,6 +121,74 @@ def test_a_difference_is_added_to_the_bit_and_minus_zero_stays(tmp_path: Path) -
     assert ckpt.read(tmp_path / "out")["w"].tolist() == [1.5, 0.0, 4.0]  # type: ignore[index, call-overload]
     ckpt.merge([tmp_path / "a"], tmp_path / "same")
     assert ckpt.diff(tmp_path / "a", tmp_path / "same", read_all=True).equal
+
+
+def save_adapter(place: Path, factors: dict[str, torch.Tensor], **config: object) -> Path:
+    """Saves an adapter as PEFT does. The names of factors begin with the module."""
+    place.mkdir()
+    save_file({f"base_model.model.{name}": one for name, one in factors.items()}, place / ADAPTER)
+    shown = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, **config}
+    (place / "adapter_config.json").write_text(json.dumps(shown))
+    return place
+
+
+def factors_of(module: str, rows: int, columns: int, seed: int) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    a, b = torch.randn(3, columns, generator=made), torch.randn(rows, 3, generator=made)
+    return {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+
+
+def test_an_adapter_is_folded_in_to_equal_bits_whatever_the_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weighted_sum, "TILE_ELEMENTS", 90)  # tiles of two rows, and one of one
+    base = {name: torch.randn(11, 40).bfloat16() for name in ("q.weight", "c.weight", "v.weight")}
+    ckpt.save(tmp_path / "base", {"model": base})
+    first = factors_of("q", 11, 40, 1) | factors_of("c", 11, 40, 2)
+    adapters = [
+        save_adapter(tmp_path / "a", first, alpha_pattern={"c": 12}),
+        save_adapter(tmp_path / "b", factors_of("q", 40, 11, 3), fan_in_fan_out=True),
+    ]
+    for parts, block in enumerate((1 << 20, 403)):
+        monkeypatch.setattr(weighted_sum, "BLOCK_BYTES", block)
+        ckpt.merge([tmp_path / "base"], tmp_path / f"{parts}.pt", lora=adapters, verify=True)
+    assert ckpt.diff(tmp_path / "0.pt", tmp_path / "1.pt").equal
+    found: Any = ckpt.read(tmp_path / "0.pt")
+    second = factors_of("q", 40, 11, 3)
+    q = 2 * first["q.lora_B.weight"] @ first["q.lora_A.weight"]
+    q += 2 * (second["q.lora_B.weight"] @ second["q.lora_A.weight"]).T
+    c = 4 * first["c.lora_B.weight"] @ first["c.lora_A.weight"]
+    for name, added in (("q", q), ("c", c), ("v", torch.zeros(()))):
+        expected = (base[f"{name}.weight"].float() + added).bfloat16()
+        torch.testing.assert_close(found["model"][f"{name}.weight"], expected)
+
+
+@pytest.mark.parametrize(
+    ("factors", "config", "problem"),
+    [
+        (factors_of("x", 4, 5, 0), {}, r"x\.weight \(no tensor has this name\)"),
+        (factors_of("q", 4, 6, 0), {}, r"q\.weight .*shape \(4, 5\), and the product \(4, 6\)"),
+        (factors_of("n", 4, 5, 0), {}, r"n\.weight \(it is int64\)"),
+        (factors_of("tied", 4, 5, 0), {}, r"tied\.weight \(it is tied to another name"),
+        ({"q.lora_A.weight": torch.ones(3, 5)}, {}, r"q\.weight \(the adapter has no two matrices"),
+        ({"q.bias": torch.ones(4)}, {}, r"no plain LoRA adapter .*q\.bias; merge it with PEFT's"),
+        (factors_of("q", 4, 5, 0), {"use_dora": True}, "no plain LoRA adapter of PEFT: use_dora"),
+        (factors_of("q", 4, 5, 0), {"peft_type": "LOHA"}, "no plain LoRA adapter of PEFT: peft_t"),
+        (factors_of("q", 4, 5, 0), {"init_lora_weights": "pissa"}, "init_lora_weights=pissa"),
+        (factors_of("q", 4, 5, 0), {"alpha_pattern": {"(q|v)+": 1}}, "the regular expression"),
+    ],
+)
+def test_an_adapter_that_cannot_be_folded_in_is_refused_by_name(
+    tmp_path: Path, factors: dict[str, torch.Tensor], config: dict[str, object], problem: str
+) -> None:
+    weight = torch.ones(4, 5)
+    number = torch.ones(4, 5, dtype=torch.int64)
+    state = {"q.weight": torch.ones(4, 5), "n.weight": number, "tied.weight": weight}
+    ckpt.save(tmp_path / "base", {"model": state | {"head": weight}})
+    adapter = save_adapter(tmp_path / "adapter", factors, **config)
+    with pytest.raises((ckpt.ArgumentError, ckpt.UnsupportedError), match=problem):
+        ckpt.merge([tmp_path / "base"], tmp_path / "out", lora=adapter)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
