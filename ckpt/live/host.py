@@ -5,7 +5,7 @@
     POST    /NAME/leases/ID        renews it;  DELETE releases it
     GET     /NAME/V/               the files of a version
     GET     /NAME/V/FILE           a range of a file;  HEAD its size
-    POST    /NAME/V/FILE           copies the file here from another server
+    POST    /NAME/V/FILE           copies the file here from another server, or returns a delta
     DELETE  /NAME/V                forgets a version
 
 Every request needs the token. All events are handled in one thread, so that no event sees another
@@ -20,9 +20,10 @@ import math
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
+from typing import TYPE_CHECKING
 
 import h11
 
@@ -45,14 +46,20 @@ from ckpt.live.protocol import (
     object_of,
     version_or_newest,
 )
-from ckpt.live.shared_files import MemoryFile
+from ckpt.live.shared_files import MemoryFile, SharedFile
 from ckpt.live.table import Forgotten, Table, VersionLease
 from ckpt.live.wire import Wire
 from ckpt.saving.arena import map_memory, new_memory, take_huge_pages
 from ckpt.stores.addresses import FILE, NAME, authority, version_of
+from formats.errors import FormatError
+
+if TYPE_CHECKING:
+    from ckpt.transfer.live_deltas import Area, Array
 
 START_SECONDS = 30.0
 """The time in which a new server must get an owner."""
+HEADER_LIMIT = 64 << 20
+"""The most bytes of a header that are compared."""
 _TICK_SECONDS = 0.02
 """The shortest time between two ticks of the table."""
 
@@ -155,6 +162,18 @@ class Host:
         }
         return False in leases or (overdue and True in leases)
 
+    def earlier(self, name: str, version: int, file: str) -> MemoryFile | None:
+        """Returns the same rank's file of the version before, if it has the same header."""
+        rank, new = file.rpartition("-")[2], self.files[name, version, file]
+        for key in sorted(self._files_of(name, rank), reverse=True):
+            old = self.files[key]
+            if key[1] < version:
+                return old if _header_of(old) == _header_of(new) else None
+        return None
+
+    def _files_of(self, name: str, rank: str) -> list[tuple[str, int, str]]:
+        return [key for key in self.files if key[0] == name and key[2].rpartition("-")[2] == rank]
+
     def close(self) -> None:
         """Closes all files."""
         for file in self.files.values():
@@ -179,6 +198,27 @@ class Host:
         at = self.table.next_at()
         if at is not None:
             self.due_in(at - monotonic())
+
+
+def _header_of(file: MemoryFile) -> tuple[list[int], bytes]:
+    """Returns what tells where a file has its tensors: its sizes, and its first part."""
+    first = file.parts[0]
+    header = os.pread(first.descriptor, min(first.nbytes, HEADER_LIMIT), first.offset)
+    return [one.nbytes for one in file.parts], header
+
+
+def _delta_between(areas: Sequence[Area], old: SharedFile, new: SharedFile) -> bytes:
+    """Returns the delta of areas. Raises RefusedError if the bytes do not lie in memory."""
+    from ckpt.transfer.live_deltas import make_delta  # a server starts without numpy
+
+    def lend(file: SharedFile) -> list[Array]:
+        found = [(area, file.view(area.offset, area.span)) for area in areas]
+        return [area.of(view) for area, view in found if view is not None]
+
+    before, after = lend(old), lend(new)
+    if not len(areas) == len(before) == len(after):
+        raise RefusedError("unknown", "an area is not in the memory of both versions")
+    return make_delta(areas, before, after)
 
 
 CONNECT_SECONDS = 10.0
@@ -389,6 +429,8 @@ class LiveApp:
 
     async def _pull(self, request: HttpRequest, name: str, version: int, file: str) -> HttpAnswer:
         body = object_of(request.body, "the body")
+        if set(body) == {"delta"}:
+            return await self._delta(name, version, file, body["delta"])
         if set(body) != {"from"}:
             raise RefusedError("protocol", 'the body of a copy is {"from": [host, port]}')
         source = address_of("from", body["from"])
@@ -413,6 +455,25 @@ class LiveApp:
             )
         self._host.files[name, version, file] = found
         return json_answer({"size": found.nbytes})
+
+    async def _delta(self, name: str, version: int, file: str, wanted: object) -> HttpAnswer:
+        from ckpt.transfer.live_deltas import areas_in  # a server starts without numpy
+
+        try:
+            areas = areas_in(wanted)
+        except FormatError as error:
+            raise RefusedError("protocol", str(error)) from None
+        self._table.find(name, version, file)
+        new = self._host.files[name, version, file]
+        old = self._host.earlier(name, version, file)
+        if old is None:
+            raise RefusedError("unknown", f"no version before {name}/{version} is like it")
+        mapped = old.mapped(), new.mapped()
+        data = await asyncio.to_thread(_delta_between, areas, *mapped)
+        if not all(one.is_intact(area.offset) for area in areas for one in mapped):
+            self._table.find(name, version, file)  # raises if the version has been replaced
+            raise RefusedError("unknown", f"the version before {name}/{version} has been replaced")
+        return HttpAnswer(data, headers=[("content-type", "application/octet-stream")])
 
 
 def _only(request: HttpRequest, *methods: str) -> None:

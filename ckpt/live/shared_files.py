@@ -13,7 +13,7 @@ import stat
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from ckpt.live.protocol import RefusedError, Segment
@@ -30,6 +30,7 @@ class MemoryFile:
         self.parts = tuple(segments)
         self.nbytes = sum(one.nbytes for one in segments)
         self._users = 1
+        self._mapped: SharedFile | None = None
 
     def take(self) -> None:
         """Keeps the descriptors open."""
@@ -39,8 +40,17 @@ class MemoryFile:
         """Lets the descriptors be closed; the owner calls this once to forget the file."""
         self._users -= 1
         if self._users == 0:
+            self._mapped = None
             for descriptor in {one.descriptor for one in self.parts}:
                 os.close(descriptor)
+
+    def mapped(self) -> SharedFile:
+        """Returns the file as one that is read in this process; kept while the file is open."""
+        if self._mapped is None:
+            own = {one.descriptor: os.dup(one.descriptor) for one in self.parts}
+            parts = [replace(one, descriptor=own[one.descriptor]) for one in self.parts]
+            self._mapped = SharedFile(parts, None)
+        return self._mapped
 
     def segments(self, lo: int, hi: int) -> Iterator[Segment]:
         """Yields the ranges of descriptors for bytes `lo` to `hi`."""

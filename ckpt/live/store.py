@@ -210,6 +210,23 @@ class LiveStore(ReadOnlyStore):
             self._renew(lease)  # raises if the memory was taken away
             raise self._truncation_error(name, offset, views, shared.size)
 
+    def delta(self, name: str, areas: list[object]) -> bytes | None:
+        """Returns the delta of areas of a file of another host since the version before it.
+
+        None if no server has both versions. `ckpt.transfer.live_deltas` has areas and deltas.
+        """
+        lease = self._renew_if_due()
+        if name not in lease.files or self._shared_file(lease, name) is not None:
+            return None
+        path = path_of(self._live.name, str(lease.version), name)
+        for address in lease.files[name].at:
+            with suppress(UnreachableError):
+                answer = self._client(address).ask("POST", path, {"delta": areas})
+                if answer.status == http.client.GONE:
+                    raise refusal_error(answer, self.url, lease.version)
+                return answer.body if answer.status == http.client.OK else None
+        return None
+
     def in_place(
         self, name: str, offset: int, length: int
     ) -> AbstractContextManager[memoryview] | None:

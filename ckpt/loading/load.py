@@ -51,13 +51,14 @@ from ckpt.plan.load_plan import (
     check_share,
     plan_load,
 )
-from ckpt.plan.read_plan import BoxCopies
+from ckpt.plan.read_plan import BoxCopies, Limits, byte_ranges_of, requests_for
 from ckpt.plan.save_plan import pause_collection
-from ckpt.state.memory import will_change
+from ckpt.state.memory import memory_of, will_change
 from ckpt.state.patterns import Rename, Selection
 from ckpt.state.saved import Saved
 from ckpt.stores.addresses import parse
-from ckpt.stores.store import Options, is_live, is_newest
+from ckpt.stores.store import Options, Store, is_live, is_newest
+from ckpt.transfer.live_deltas import apply_delta
 from ckpt.transfer.read import ReadPolicy, Unchanged
 from ckpt.transfer.record_sums import RecordSums, Verify, check_verify
 from ckpt.transfer.run import FileSource, LoadRun, SharedTargets, half_loaded, name_touched
@@ -306,8 +307,11 @@ class _Run:
         self._sums = RecordSums(options.verify)
         store = matched.source.store
         policy = ReadPolicy.within(self._stage_bytes, store, ranks.world_size)
-        is_far_live = is_live(store.url) and store.read_bytes > LOCAL_READ_BYTES
-        unchanged = Unchanged.of(options.unchanged, is_far_live)
+        unchanged = Unchanged.of(options.unchanged, _is_far_live(store))
+        if matched.has_base and not any(read.stage for read in plans.tensors.reads):
+            unchanged = Unchanged.DELTA
+            scratch = min(policy.limits.scratch_bytes, REMOTE_READ_BYTES)
+            policy = replace(policy, limits=replace(policy.limits, scratch_bytes=scratch))
         policy = replace(policy, unchanged=unchanged, share=share)
         self._source = FileSource(store, self._sums, policy, options.progress)
         self._run = LoadRun(matched.match.targets, options.group, options.fit.casting)
@@ -468,6 +472,8 @@ class Matched:
     """Names of the target that no file of its class has."""
     hint: str = ""
     """The argument that leaves fewer differences, for an error."""
+    has_base: bool = False
+    """Whether the target has the version before: each rank then reads deltas of its own part."""
 
     @property
     def problems(self) -> tuple[int, int]:
@@ -555,7 +561,9 @@ def _match(
         source.store, source.catalog, found.targets, ranks.global_rank, budget // 2, options.verify
     )
     found.differences.extend(shared.differences(found.shared))
+    has_base = _has_base(source, found, ranks.global_rank, options)
     exchanges = _are_exchanged(options.replicas, source) and not ranks.is_single_process
+    exchanges = exchanges and not has_base
     matched = Matched(
         source=source,
         match=found,
@@ -567,6 +575,7 @@ def _match(
         by_host=options.by_host,
         names=names,
         kept=kept,
+        has_base=has_base,
     )
     if exchanges or found.differences or found.unexpected or found.idle:
         return matched
@@ -574,6 +583,36 @@ def _match(
     if plans is None:
         return replace(matched, failure=failure)
     return replace(matched, plans=plans, share=_check_share(ranks, source, found, options))
+
+
+PROBE_BYTES = 64 << 10
+PROBE_ELEMENTS = 4096
+"""The elements of a tensor that is likely to differ in models that differ."""
+
+
+def _has_base(source: Source, found: Match, rank: int, options: LoadOptions) -> bool:
+    """Whether this rank's target has the version before that of a live state of another host.
+
+    A copy of one small tensor of the target tells, a matrix if there is one: the delta makes it
+    that of the version.
+    """
+    store = source.store
+    if options.unchanged == "read" or not _is_far_live(store):
+        return False
+    direct = [(item, found.targets[item.target].local) for item in found.items if item.is_direct]
+    likely = [(item, local) for item, local in direct if local.numel() >= PROBE_ELEMENTS]
+    if not likely:
+        return False
+    item, local = min(likely, key=lambda one: (one[1].ndim < 2, one[1].numel()))
+    requests = requests_for(source.catalog.tensors[item.source], item.layout.pieces(rank))
+    limits = Limits(PROBE_BYTES, PROBE_BYTES, PROBE_BYTES)
+    first = byte_ranges_of(requests, verify=True, limits=limits)[:1]
+    return apply_delta(store, first, [memory_of(local.clone())]) == []
+
+
+def _is_far_live(store: Store) -> bool:
+    """Whether this is a live state of another host."""
+    return is_live(store.url) and store.read_bytes > LOCAL_READ_BYTES
 
 
 def _check_share(ranks: Ranks, source: Source, found: Match, options: LoadOptions) -> CheckShare:

@@ -26,6 +26,9 @@ Rules:
    are contiguous there and have the stored dtype.
 2. A hash costs less than a transfer, but not nothing. `Unchanged.PROBE` hashes the rest of a range
    only while at most `MISSES` of its chunks have changed.
+3. `Unchanged.DELTA` asks the server for the changes since the version before, which the target has
+   (`ckpt.transfer.live_deltas`). Bytes that are not right afterwards are read. After `MISSES` such
+   groups of ranges no delta is asked for.
 """
 
 from __future__ import annotations
@@ -66,6 +69,8 @@ class Unchanged(Enum):
     """Each is hashed, and is read if it differs."""
     PROBE = "probe"
     """As SKIP, until a chunk differs; the rest is read (rule 2)."""
+    DELTA = "delta"
+    """The changes since the version before are read (rule 3)."""
 
     @classmethod
     def of(cls, word: str, is_far_live: bool) -> Unchanged:
@@ -81,7 +86,8 @@ def find_changed(
     """Yields the ranges, without the chunks that their targets have already."""
     for one in ranges:
         chunks = one.request.extent.chunks
-        if rule is Unchanged.READ or not one.direct or one.chunk < 0 or chunks is None:
+        is_read = rule in (Unchanged.READ, Unchanged.DELTA)
+        if is_read or not one.direct or one.chunk < 0 or chunks is None:
             yield one
         else:
             yield from _find_changed_runs(
@@ -204,6 +210,8 @@ class RangeReader:
         self._policy = policy
         self._workers, self._limits = policy.workers, policy.limits
         self._unchanged, self._share = policy.unchanged, policy.share
+        self._misses = 0
+        """The groups of ranges whose target did not have the version before."""
         self._scratch = threading.local()
 
     def run(
@@ -239,7 +247,9 @@ class RangeReader:
         groups = groups_of(find_changed(ranges, call.targets, self._unchanged), self._limits)
 
         def work(group: list[ByteRange]) -> None:
-            self._do(group, call)
+            left = self._without_delta(group, call) if self._unchanged is Unchanged.DELTA else group
+            if left:
+                self._do(left, call)
             if progress is not None:
                 progress(sum(one.wanted_bytes for one in group))
 
@@ -295,6 +305,16 @@ class RangeReader:
         again = RangeReader(self._reader, sums, replace(self._policy, unchanged=Unchanged.READ))
         again.run([*requests.values()], targets)
         again.finish()
+
+    def _without_delta(self, group: list[ByteRange], call: _Call) -> list[ByteRange]:
+        """Brings what it can of a group to this version by a delta; returns the other ranges."""
+        from ckpt.transfer.live_deltas import apply_delta  # numpy is for those who need it
+
+        if self._misses >= MISSES:
+            return group
+        left = apply_delta(self._reader, group, call.targets)
+        self._misses += MISSES if left is None else bool(left)
+        return group if left is None else left
 
     def _do(self, group: list[ByteRange], call: _Call) -> None:
         """Reads, verifies and places one group."""

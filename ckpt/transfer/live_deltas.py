@@ -1,0 +1,303 @@
+"""Deltas between two versions of a file in memory, for a reader that has the earlier one.
+
+The server has both versions, and compares them element by element. The reader names *areas*: boxes
+of elements, as they lie in the file. A delta has the changed elements of each area, and the reader
+applies it to its own bytes, which may lie otherwise. This module imports no torch.
+
+Rules:
+
+1. An area is cut into blocks of at most `BLOCK` elements, by its shape alone, so that both sides
+   cut alike. A block with few changes has the distances between its changed elements and, for each,
+   old XOR new. A block with many has old XOR new of all elements, if that compresses well, or else
+   travels whole.
+2. The reader proves its result, not its base: the bytes have the checksums of the version's table,
+   or, where the area is no whole chunk, those that the server sends. With another base the result
+   is wrong, and the reader reads the bytes as if there were no deltas.
+3. A delta is not trusted: a place outside its block, or a length that does not fit, raises
+   FormatError before anything outside the area is written.
+4. Numbers are laid out by bytes, all first bytes before all second bytes, and compressed together:
+   most high bytes of distances and differences are zero.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import NamedTuple, TypeAlias, cast
+
+import numpy as np
+import xxhash
+import zstandard
+
+from ckpt.plan.read_plan import NOWHERE, ByteRange
+from formats.errors import FormatError
+from formats.storage import Reader
+
+BLOCK = 1 << 16
+"""The most elements of a block: a distance between two has 16 bits."""
+MOST_BYTES = 32 << 20
+"""The most bytes of all areas of one request."""
+MOST_AREAS = 1000
+WIDTHS = (1, 2, 4, 8)
+"""The bytes of elements of which there are deltas."""
+FEW = 4
+"""The elements of a block for each of its changed elements, if these are few."""
+ALL = 0xFFFF_FFFE
+"""The count of a block with old XOR new of all elements."""
+WHOLE = 0xFFFF_FFFF
+"""The count of a block that travels whole."""
+PAYS = 0.8
+"""The part of its bytes to which a block must compress, so that old XOR new of all pays."""
+SUM_BYTES = 16
+LEVEL = 1
+_SIZES = struct.Struct("<3I")
+"""The bytes of the compressed numbers, of these decompressed, and of the checksums."""
+
+Array: TypeAlias = "np.ndarray"
+
+
+class Area(NamedTuple):
+    """A box of elements in a file."""
+
+    offset: int
+    """The first byte."""
+    width: int
+    """Bytes of an element."""
+    shape: tuple[int, ...]
+    steps: tuple[int, ...]
+    """Bytes from an element to the next one, of each dimension."""
+    has_sums: bool
+    """Whether the delta has a checksum of each block."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return prod(self.shape) * self.width
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first element to the end of the last one."""
+        return self.width + sum((n - 1) * s for n, s in zip(self.shape, self.steps, strict=True))
+
+    def of(self, memory: memoryview) -> Array:
+        """Returns the elements in memory that begins with the first one."""
+        return _array(self, memory, 0, self.steps)
+
+    def as_json(self) -> list[object]:
+        """Returns the area as a value of a request."""
+        return [self.offset, self.width, [*self.shape], [*self.steps], self.has_sums]
+
+
+def _array(area: Area, memory: memoryview, at: int, steps: tuple[int, ...]) -> Array:
+    found: Array = np.ndarray(area.shape, f"u{area.width}", memory, at, steps)
+    return found
+
+
+def areas_in(value: object) -> list[Area]:
+    """Returns the areas in a request. Raises FormatError for what is none, or too much."""
+    if not isinstance(value, list) or len(value) > MOST_AREAS:
+        raise FormatError(f"a delta is asked for by a list of at most {MOST_AREAS} areas")
+    areas = [_area_in(one) for one in value]
+    if sum(area.nbytes for area in areas) > MOST_BYTES:
+        raise FormatError(f"the areas have more than {MOST_BYTES:,} bytes")
+    return areas
+
+
+def _area_in(value: object) -> Area:
+    match value:
+        case [int(offset), int(width), [*shape], [*steps], bool(has_sums)]:
+            numbers = [offset, *shape, *steps]
+            is_sound = all(type(n) is int and 0 <= n < 1 << 48 for n in numbers)
+            if is_sound and len(shape) == len(steps) <= 32 and 0 not in shape and width in WIDTHS:
+                sizes, strides = cast("list[int]", shape), cast("list[int]", steps)
+                return Area(offset, width, tuple(sizes), tuple(strides), has_sums)
+    raise FormatError(f"{value!r:.200} is no area")
+
+
+def _blocks(array: Array) -> Iterator[Array]:
+    """Yields the blocks of an area, in order, as views (rule 1)."""
+    if array.size <= BLOCK:
+        yield array
+    elif len(array) == 1:
+        yield from _blocks(array[0])
+    else:
+        rows = max(1, BLOCK // (array.size // len(array)))
+        for at in range(0, len(array), rows):
+            yield from _blocks(array[at : at + rows])
+
+
+def make_delta(areas: Sequence[Area], old: Sequence[Array], new: Sequence[Array]) -> bytes:
+    """Returns the delta of areas, from the elements before to those after."""
+    numbers: list[bytes] = []
+    sums: list[bytes] = []
+    whole: list[bytes] = []
+    compressor = zstandard.ZstdCompressor(LEVEL)
+    for area, before, after in zip(areas, old, new, strict=True):
+        counts, gaps, values = [], [], []
+        dense: list[bytes] = []
+        pays: bool | None = None  # of the first block with many changes, for all of its area
+        for here, there in zip(_blocks(before), _blocks(after), strict=True):
+            first, second = here.reshape(-1), there.reshape(-1)
+            if area.has_sums:
+                sums.append(xxhash.xxh3_128_digest(np.ascontiguousarray(second).data))
+            is_other = first != second
+            count = int(np.count_nonzero(is_other))
+            if FEW * count <= len(second):
+                counts.append(count)
+                if count:
+                    places = np.flatnonzero(is_other)
+                    gaps.append(np.diff(places, prepend=-1) - 1)
+                    values.append(first[places] ^ second[places])
+                continue
+            planes = b"" if pays is False else _planes(first ^ second, area.width)
+            if pays is None:
+                pays = len(compressor.compress(planes)) <= PAYS * len(planes)
+            counts.append(ALL if pays else WHOLE)
+            (dense if pays else whole).append(planes if pays else second.tobytes())
+        numbers.append(np.array(counts, "<u4").tobytes())
+        if gaps:
+            numbers.append(_planes(np.concatenate(gaps), 2))
+            numbers.append(_planes(np.concatenate(values), area.width))
+        numbers += dense
+    plain = b"".join(numbers)
+    packed = compressor.compress(plain)
+    checks = b"".join(sums)
+    return b"".join((_SIZES.pack(len(packed), len(plain), len(checks)), packed, checks, *whole))
+
+
+def _planes(numbers: Array, width: int) -> bytes:
+    planes: bytes = numbers.astype(f"<u{width}").view("u1").reshape(-1, width).T.tobytes()
+    return planes
+
+
+class Delta:
+    """A delta that came, area by area, in the order of the request."""
+
+    def __init__(self, data: bytes, areas: Sequence[Area]) -> None:
+        """Raises FormatError for bytes that are no delta of these areas."""
+        try:
+            packed, plain, checks = _SIZES.unpack_from(data)
+        except struct.error:
+            raise FormatError(f"{len(data)} bytes are no delta") from None
+        elements = [(area.nbytes // area.width, area.width) for area in areas]
+        most = sum(count * (2 + width) + count // 64 + 64 for count, width in elements)
+        at = _SIZES.size
+        if plain > most or at + packed + checks > len(data):
+            raise FormatError("the delta is longer than its areas")
+        try:
+            numbers = zstandard.ZstdDecompressor().decompress(data[at : at + packed], plain)
+        except zstandard.ZstdError as error:
+            raise FormatError(f"the delta does not decompress: {error}") from None
+        if len(numbers) != plain:
+            raise FormatError("the delta has another length than it says")
+        view, at = memoryview(data), at + packed
+        self._numbers = _Taken(memoryview(numbers))
+        self._sums = _Taken(view[at : at + checks])
+        self._whole = _Taken(view[at + checks :])
+
+    def apply(self, area: Area, target: Array) -> bool:
+        """Changes the elements of the next area; returns whether they have the sums that came.
+
+        True for an area without sums, which the caller compares. Raises FormatError.
+        """
+        blocks = [*_blocks(target)]
+        counts = np.frombuffer(self._numbers.take(4 * len(blocks)), "<u4")
+        sizes = np.array([block.size for block in blocks])
+        is_changed = (counts < ALL) & (counts > 0)
+        if (counts[is_changed] > sizes[is_changed]).any():
+            raise FormatError("a block has more changes than elements")
+        total = int(counts[is_changed].sum())
+        gaps = self._take_planes(total, 2).astype("i8")
+        values = self._take_planes(total, area.width)
+        ends = np.cumsum(np.where(is_changed, counts, 0))
+        is_right = True
+        for block, count, end in zip(blocks, counts.tolist(), ends.tolist(), strict=True):
+            flat = block.reshape(-1)  # a copy unless the block is contiguous
+            if count == WHOLE:
+                flat[:] = np.frombuffer(self._whole.take(flat.nbytes), f"u{area.width}")
+            elif count == ALL:
+                flat ^= self._take_planes(flat.size, area.width)
+            elif count:
+                places = np.cumsum(gaps[end - count : end] + 1) - 1
+                if places[-1] >= flat.size:
+                    raise FormatError("a change lies behind its block")
+                flat[places] ^= values[end - count : end]
+            if count and not np.shares_memory(flat, block):
+                block[...] = flat.reshape(block.shape)
+            if area.has_sums:
+                found = xxhash.xxh3_128_digest(np.ascontiguousarray(flat).data)
+                is_right &= found == self._sums.take(SUM_BYTES)
+        return is_right
+
+    def _take_planes(self, count: int, width: int) -> Array:
+        planes = np.frombuffer(self._numbers.take(count * width), "u1").reshape(width, count)
+        return np.ascontiguousarray(planes.T).view(f"<u{width}").reshape(-1)
+
+
+class _Taken:
+    """Bytes that are taken from the front."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._at = data, 0
+
+    def take(self, nbytes: int) -> memoryview:
+        """Returns the next bytes. Raises FormatError if there are fewer."""
+        found = self._data[self._at : self._at + nbytes]
+        if len(found) < nbytes:
+            raise FormatError("the delta ends too early")
+        self._at += nbytes
+        return found
+
+
+def apply_delta(
+    reader: Reader, ranges: Sequence[ByteRange], targets: Sequence[memoryview]
+) -> list[ByteRange] | None:
+    """Brings ranges of one file from the version before to this one, in their targets.
+
+    Returns the ranges that are to be read: those without deltas, and those whose bytes are not
+    right afterwards. None if the reader gives no delta; nothing has changed then. Raises
+    FormatError for an answer that is no delta.
+    """
+    found = [(one, _area_of(one)) for one in ranges]
+    areas = [area for _, area in found if area is not None]
+    asks: Callable[[str, list[object]], bytes | None] | None = getattr(reader, "delta", None)
+    if asks is None or not areas:
+        return None
+    data = asks(ranges[0].file, [area.as_json() for area in areas])
+    if data is None:
+        return None
+    delta = Delta(data, areas)
+    return [
+        one
+        for one, area in found
+        if area is None or not _is_brought(one, area, delta, targets[one.request.target])
+    ]
+
+
+def _area_of(one: ByteRange) -> Area | None:
+    """Returns the elements of a range as an area of its file; None if they have no delta."""
+    request, copy = one.request, one.box_copy
+    chunks, width = request.extent.chunks, request.itemsize
+    if chunks is None or chunks.compressed or width not in WIDTHS or request.target == NOWHERE:
+        return None
+    if copy is None:
+        return Area(one.lo, width, ((one.hi - one.lo) // width,), (width,), one.chunk < 0)
+    source = copy.source
+    steps = tuple(stride * width for stride in source.strides)
+    area = Area(request.extent.offset + source.at * width, width, source.box.shape, steps, True)
+    return area if area.nbytes <= MOST_BYTES else None
+
+
+def _is_brought(one: ByteRange, area: Area, delta: Delta, memory: memoryview) -> bool:
+    """Applies a delta to a range of a target; returns whether its bytes are right (rule 2)."""
+    copy, chunks = one.box_copy, one.request.extent.chunks
+    if copy is None:
+        own = memory[one.at : one.at + one.hi - one.lo]
+        is_right = delta.apply(area, area.of(own))
+        if area.has_sums or chunks is None:
+            return is_right
+        return chunks.wrong(one.chunk, own) is None
+    steps = tuple(stride * area.width for stride in copy.target.strides)
+    at = copy.target.at * area.width
+    return delta.apply(area, _array(area, memory, at, steps))

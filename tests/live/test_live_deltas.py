@@ -1,0 +1,233 @@
+"""A reader that has the version before gets the differences, in whatever layout it has them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from math import prod
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import ckpt
+from ckpt.live.store import LiveStore
+from ckpt.transfer import live_deltas
+from ckpt.transfer.live_deltas import BLOCK, Area, Delta, areas_in, make_delta
+from formats.errors import FormatError
+from tests.kept_groups import kept
+from tests.live.offered import RUNTIME
+
+SECONDS = 60
+ROWS, COLUMNS = 301, 1024
+"""More elements than a block and a chunk have, and rows that do not divide evenly."""
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Elements before and after, as views of larger arrays of equal shape."""
+    width = draw(st.sampled_from((1, 2, 4, 8)))
+    shape = draw(st.lists(st.integers(1, 5), max_size=3))
+    if draw(st.booleans()):
+        shape.append(draw(st.sampled_from((BLOCK // 2 + 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3))))
+    if prod(shape) > 4 * BLOCK:
+        shape = shape[-1:]
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    margins = [draw(st.integers(0, 2)) for _ in shape]
+    whole = [size + margin for size, margin in zip(shape, margins, strict=True)]
+    old = random.integers(0, 256, prod(whole) * width, "u1").view(f"<u{width}").reshape(whole)
+    new = old.copy()
+    part = draw(st.sampled_from((0.0, 0.001, 0.05, 0.1, 0.3, 1.0)))
+    new[random.random(whole) < part] ^= np.array(draw(st.integers(1, 255)), new.dtype)
+    inside = tuple(slice(margin, None) for margin in margins)
+    return old[(*inside, ...)], new[(*inside, ...)]
+
+
+def area_of(array: np.ndarray[Any, Any], has_sums: bool = True) -> Area:
+    return Area(0, array.itemsize, array.shape, array.strides, has_sums)
+
+
+@given(st.lists(boxes(), max_size=3), st.booleans())
+def test_a_delta_makes_the_new_elements_of_the_old_ones_in_any_place(
+    pairs: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]], has_sums: bool
+) -> None:
+    areas = [area_of(old, has_sums) for old, _ in pairs]
+    assert areas_in([area.as_json() for area in areas]) == areas
+    data = make_delta(areas, [old for old, _ in pairs], [new for _, new in pairs])
+    delta = Delta(data, areas)
+    for area, (old, new) in zip(areas, pairs, strict=True):
+        target = old.copy(order="F")  # as it lies nowhere else
+        assert delta.apply(area, target)
+        assert np.array_equal(target, new)
+
+
+def test_the_sums_tell_a_target_that_has_another_version() -> None:
+    old = np.arange(3 * BLOCK, dtype="<u4")
+    new, other = old.copy(), old.copy()
+    new[7] += 1
+    other[-1] += 1
+    area = area_of(old)
+    delta = make_delta([area], [old], [new])
+    assert len(delta) < 200
+    assert not Delta(delta, [area]).apply(area, other)
+
+
+@given(st.binary(max_size=60), st.integers(0, 10**6), st.integers(0, 10**6))
+def test_a_damaged_delta_is_an_error_or_told_by_the_sums(noise: bytes, at: int, cut: int) -> None:
+    random = np.random.default_rng(0)
+    old = random.integers(0, 256, (7, 20_000), "u1").view("<u2")
+    new = np.where(random.random(old.shape) < 0.02, old + 1, old)
+    area = area_of(old)
+    data = bytearray(make_delta([area], [old], [new]))
+    data[at % len(data) : at % len(data) + len(noise)] = noise
+    room = np.zeros((9, old.shape[1]), old.dtype)
+    target = room[1:8]
+    target[...] = old
+    with suppress(FormatError):
+        is_right = Delta(bytes(data[: len(data) - cut % 50]), [area]).apply(area, target)
+        assert is_right == np.array_equal(target, new)
+    assert not room[0].any()
+    assert not room[8].any()
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        7,
+        [[0, 2, [3], [2]]],
+        [[0, 2, [3], [2], 1]],
+        [[-1, 2, [3], [2], True]],
+        [[0, 3, [3], [3], True]],
+        [[0, 2, [0], [2], True]],
+        [[0, 2, [3, 4], [2], True]],
+        [[0, 1, [1 << 30], [0], True]],
+        [[0, 1, [1], [1], True]] * (live_deltas.MOST_AREAS + 1),
+    ],
+)
+def test_a_request_for_no_area_or_too_much_is_refused(wanted: object) -> None:
+    with pytest.raises(FormatError):
+        areas_in(wanted)
+
+
+def whole(version: int) -> dict[str, torch.Tensor]:
+    """The tensors of a version: a few elements of each differ from those of the one before."""
+    random = torch.Generator().manual_seed(5)
+    state = {
+        "matrix": torch.randn(ROWS, COLUMNS, generator=random).bfloat16(),
+        "moments": torch.randn(ROWS, COLUMNS, generator=random),
+        "cube": torch.randn(3, 64, 700, generator=random),
+        "bias": torch.randn(ROWS, generator=random),
+        "fixed": torch.randn(64, 64, generator=random),
+        "count": torch.tensor(0),
+    }
+    for number in range(1, version + 1):
+        state["count"] += 1
+        for name in ("matrix", "moments", "cube", "bias"):
+            flat = state[name].reshape(-1)
+            places = torch.randperm(len(flat), generator=random)[: max(1, len(flat) // 100)]
+            flat[places] += number
+    return state
+
+
+@kept
+def mesh() -> Any:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def spread(state: dict[str, torch.Tensor], dim: int | None) -> dict[str, Any]:
+    """The tensors on this rank, divided along a dimension; along none they are replicas."""
+    found: dict[str, Any] = {}
+    for name, tensor in state.items():
+        is_cut = dim is not None and tensor.ndim > 0
+        placement = Shard(min(dim or 0, tensor.ndim - 1)) if is_cut else Replicate()
+        found[name] = distribute_tensor(tensor.clone(), mesh(), [placement], src_data_rank=None)
+    return found
+
+
+_live: dict[str, ckpt.LiveState] = {}
+_states: dict[str, dict[str, Any]] = {}
+
+
+def begin(runtime: str, name: str) -> str:
+    os.environ[RUNTIME] = runtime
+    _states[name] = spread(whole(0), 0)
+    _live[name] = ckpt.publish(_states[name], name)
+    return _live[name].url
+
+
+def update(name: str, version: int) -> None:
+    for key, tensor in spread(whole(version), 0).items():
+        _states[name][key].to_local().copy_(tensor.to_local())
+    _live[name].update().wait(SECONDS)
+
+
+def end(name: str) -> None:
+    _live.pop(name).close()
+
+
+def load(url: str, runtime: str, dim: int | None, version: int, had: int | None) -> float:
+    """Loads a version beside a target of another one; returns the part of the bytes that came."""
+    os.environ[RUNTIME] = runtime
+    state = spread(
+        {k: torch.zeros_like(v) for k, v in whole(0).items()} if had is None else whole(had), dim
+    )
+    came: list[int] = []
+    fetch, delta = LiveStore._fetch, LiveStore.delta
+
+    def fetched(self: LiveStore, lease: Any, file: str, offset: int, views: Any) -> None:
+        came.append(sum(map(len, views)))
+        fetch(self, lease, file, offset, views)
+
+    def differed(self: LiveStore, file: str, areas: list[object]) -> bytes | None:
+        data = delta(self, file, areas)
+        came.append(len(data or b""))
+        return data
+
+    with patch.object(LiveStore, "_fetch", fetched), patch.object(LiveStore, "delta", differed):
+        ckpt.load(url, state)
+    expected = spread(whole(version), dim)
+    for name, tensor in expected.items():
+        assert torch.equal(state[name].to_local(), tensor.to_local()), name
+    return sum(came) / sum(tensor.to_local().nbytes for tensor in expected.values())
+
+
+@pytest.fixture(scope="module")
+def sockets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The folder of the servers' sockets, and an empty one, as of another host."""
+    found = {place: str(tmp_path_factory.mktemp(place)) for place in ("here", "elsewhere")}
+    for folder in found.values():
+        os.chmod(folder, 0o700)
+    return found
+
+
+@pytest.fixture(scope="module")
+def url(clusters: Callable[[int], Any], sockets: dict[str, str]) -> Iterator[str]:
+    """Two versions, as of two ranks of another host."""
+    found: str = clusters(2).run(begin, sockets["here"], "changing")[0]
+    clusters(2).run(update, "changing", 1)
+    yield found
+    clusters(2).run(end, "changing")
+
+
+@pytest.mark.parametrize("dim", [0, 1, None], ids=["rows", "columns", "replicas"])
+def test_every_layout_gets_the_differences_alone(
+    clusters: Callable[[int], Any], url: str, sockets: dict[str, str], dim: int | None
+) -> None:
+    parts = clusters(3).run(load, url, sockets["elsewhere"], dim, 1, 0)
+    assert max(parts) < 1 / 25  # a hundredth has changed, and the tensors are small
+
+
+@pytest.mark.parametrize("had", [None, 1, 3])
+def test_a_target_of_another_version_gets_what_it_lacks(
+    clusters: Callable[[int], Any], url: str, sockets: dict[str, str], had: int | None
+) -> None:
+    parts = clusters(3).run(load, url, sockets["elsewhere"], 0, 1, had)
+    assert min(parts) >= (0.0 if had == 1 else 0.3)
