@@ -409,8 +409,8 @@ MUTATIONS = (
     ),
     Mutation(
         "loading: elements that are missing are an error",
-        "if found != copies.numel(wanted):",
-        "if found > copies.numel(wanted):",
+        "if covered != copies.numel(piece):",
+        "if covered > copies.numel(piece):",
         "ckpt/transfer ckpt/load ckpt/corruption",
     ),
     Mutation(
@@ -790,7 +790,7 @@ MUTATIONS = (
     ),
     Mutation(
         "convert: other options begin anew",
-        "options = (target.format, changes, changes.parameters_of(source))",
+        "options = (target.format, changes, changes.parameters_of(source), total)",
         "options = (target.format,)",
         "ckpt/convert_resume",
     ),

@@ -110,20 +110,20 @@ def load_or_older(
     skipped: list[Skipped] = []
     touched: dict[str, None] = {}
     older: list[str] | None = None
-    here, tries = os.fspath(url), 1
-    tried = {here}
+    current, tries = os.fspath(url), 1
+    tried = {current}
     while True:
         ranks.told = None
         try:
-            loaded = load(here)
+            loaded = load(current)
         except Exception as error:
             named = error.touched if isinstance(error, PartialLoadError | RankError) else ()
             touched.update(dict.fromkeys(named))
-            if tries < TRIES and _failure(ranks) in REPLACED and not is_one_version(here):
+            if tries < TRIES and _failure(ranks) in REPLACED and not is_one_version(current):
                 tries += 1
                 continue
             is_said = touched.keys() <= set(named)
-            more = LOST if is_live(here) else {} if here.startswith(WEB) else DENIED
+            more = LOST if is_live(current) else {} if current.startswith(WEB) else DENIED
             kind = (DAMAGE | more).get(_failure(ranks))
             if kind is None:
                 if not touched or (is_said and not skipped):
@@ -134,34 +134,34 @@ def load_or_older(
                 is_replaced = _failure(ranks) in REPLACED
                 failure = ReplacedLoadError if is_replaced else PartialLoadError
                 raise failure(
-                    f"{_partly_read(url, skipped)}; then {here} failed with "
+                    f"{_partly_read(url, skipped)}; then {current} failed with "
                     f"{type(error).__name__}: {describe_error(error)}",
                     list(touched),
                 ) from error
-            skipped.append(Skipped(here, kind, describe_error(error)))
+            skipped.append(Skipped(current, kind, describe_error(error)))
             older = _older(ranks, url, fallback, options) if older is None else older
             if not older:  # places may have been removed since they were listed
                 now = again()
                 older = [place for place in now if place not in tried]
                 skipped = [one for one in skipped if not older or one.url in now]
             if older:
-                here, tries = older.pop(0), 1
-                tried.add(here)
+                current, tries = older.pop(0), 1
+                tried.add(current)
                 continue
             is_denied = all(one.kind == UNREADABLE for one in skipped)
             if (len(skipped) == 1 or is_denied) and is_said:
                 _advise(error, kind, fallback)
                 raise
             raise _none_is_sound(skipped, list(touched)) from error
-        if left := touched.keys() - loaded.names:
+        if unfilled := touched.keys() - loaded.names:
             raise PartialLoadError(
-                f"{_partly_read(url, skipped)}; {here}, loaded in its place, does not have all "
+                f"{_partly_read(url, skipped)}; {current}, loaded in its place, does not have all "
                 "tensors that were filled before",
-                sorted(left),
+                sorted(unfilled),
             )
         if skipped:
-            ranks.run_on_all("telling of the fallback", partial(_tell, ranks, here, skipped))
-        return loaded.state, here
+            ranks.run_on_all("telling of the fallback", partial(_tell, ranks, current, skipped))
+        return loaded.state, current
 
 
 def _advise(error: Exception, kind: str, fallback: bool | Sequence[Url]) -> None:
@@ -219,11 +219,11 @@ def _older(ranks: Ranks, url: Url, fallback: bool | Sequence[Url], options: Opti
         return []
     if not isinstance(fallback, bool):
         return [os.fspath(other) for other in fallback]
-    found = ranks.run_on_all(
+    places = ranks.run_on_all(
         "looking for an older checkpoint",
         lambda: older_beside(url, options) if ranks.rank == 0 else [],
     )
-    names: list[str] = json.loads(ranks.broadcast(json.dumps(found).encode()))
+    names: list[str] = json.loads(ranks.broadcast(json.dumps(places).encode()))
     return [join_url(_folder_and_name(url)[0], name) for name in names]
 
 

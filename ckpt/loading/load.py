@@ -276,15 +276,15 @@ def load_once(ranks: Ranks, url: Url, state: object, options: LoadOptions) -> Lo
         share = matched.share if agreed.same["share"] else NOTHING_SHARED
         run = _Run(ranks, matched, plans, options, budget, share)
         with name_touched(run.names):
-            read, told = ranks.run_and_compare("loading", run.read, dict)
+            read, answers = ranks.run_and_compare("loading", run.read, dict)
             if plans.exchanged:
                 ranks.run_on_all("exchanging elements that were read", run.exchange)
             # All ranks know whether one has something to install, and unverified tensors.
-            if read["installs"] or not told.same["installs"]:
+            if read["installs"] or not answers.same["installs"]:
                 loaded = ranks.run_on_all("installing the loaded state", run.install)
             else:
                 loaded = run.install()
-            if read["unverified"] or not told.same["unverified"]:
+            if read["unverified"] or not answers.same["unverified"]:
                 ranks.run_on_all("naming unverified tensors", run.warn_of_unverified)
         return Loaded(loaded, frozenset(run.names))
 
@@ -547,26 +547,28 @@ def _match(
     budget = memory_budget()
     saved = Saved(source.catalog, options.fit.rename)
     fit = replace(options.fit, strict=options.fit.strict and not options.forgiven)
-    found = match(saved, state, fit, ranks.mesh)
-    own = frozenset[str]() if names is None else names.own
-    kept = tuple(d.name for d in found.differences if d.problem == "missing" and d.name in own)
-    if kept:
-        counted = [each for each in found.differences if each.name not in kept]
-        found = replace(found, differences=counted)
-    if options.forgiven:
-        counted = [each for each in found.differences if each.problem not in options.forgiven]
-        unexpected = [] if "unexpected" in options.forgiven else found.unexpected
-        found = replace(found, differences=counted, unexpected=unexpected)
-    shared = SharedTargets(
-        source.store, source.catalog, found.targets, ranks.global_rank, budget // 2, options.verify
+    fitted = match(saved, state, fit, ranks.mesh)
+    own_names = frozenset[str]() if names is None else names.own
+    kept_names = tuple(
+        d.name for d in fitted.differences if d.problem == "missing" and d.name in own_names
     )
-    found.differences.extend(shared.differences(found.shared))
-    has_base = _has_base(source, found, ranks.global_rank, options)
+    if kept_names:
+        counted = [each for each in fitted.differences if each.name not in kept_names]
+        fitted = replace(fitted, differences=counted)
+    if options.forgiven:
+        counted = [each for each in fitted.differences if each.problem not in options.forgiven]
+        unexpected = [] if "unexpected" in options.forgiven else fitted.unexpected
+        fitted = replace(fitted, differences=counted, unexpected=unexpected)
+    shared = SharedTargets(
+        source.store, source.catalog, fitted.targets, ranks.global_rank, budget // 2, options.verify
+    )
+    fitted.differences.extend(shared.differences(fitted.shared))
+    has_base = _has_base(source, fitted, ranks.global_rank, options)
     exchanges = _are_exchanged(options.replicas, source) and not ranks.is_single_process
     exchanges = exchanges and not has_base
     matched = Matched(
         source=source,
-        match=found,
+        match=fitted,
         budget=budget,
         exchanges=exchanges,
         plans=None,
@@ -574,15 +576,15 @@ def _match(
         share=NOTHING_SHARED,
         by_host=options.by_host,
         names=names,
-        kept=kept,
+        kept=kept_names,
         has_base=has_base,
     )
-    if exchanges or found.differences or found.unexpected or found.idle:
+    if exchanges or fitted.differences or fitted.unexpected or fitted.idle:
         return matched
     plans, failure = result_or_error(partial(matched.plan, ranks, False))
     if plans is None:
         return replace(matched, failure=failure)
-    return replace(matched, plans=plans, share=_check_share(ranks, source, found, options))
+    return replace(matched, plans=plans, share=_check_share(ranks, source, fitted, options))
 
 
 PROBE_BYTES = 64 << 10
@@ -653,13 +655,13 @@ def agree_on_plans(
         )
     if matched.plans is not None and same["planned"]:  # so no rank has found a difference
         return matched.plans, matched.budget
-    found = differences(ranks, matched.match, same["unexpected"], same["idle"])
+    all_differences = differences(ranks, matched.match, same["unexpected"], same["idle"])
     warns = ranks.rank == 0 or not same["differing"]
     names = matched.match.saved_names
     other = None if matched.names is None else matched.names.title
     check = partial(
         check_fits,
-        *(url, found, options.fit.strict, warns, TO_USER, options.call, names),
+        *(url, all_differences, options.fit.strict, warns, TO_USER, options.call, names),
         other_names=other,
         hint=matched.hint,
     )

@@ -88,8 +88,8 @@ class Changes:
                 raise ArgumentError(
                     f"select={self.select!r} and part={self.part!r}: give one of the two"
                 )
-        given = self.mapping
-        named = [given] if isinstance(given, (str, os.PathLike, TensorMapping)) else given
+        mapping = self.mapping
+        named = [mapping] if isinstance(mapping, (str, os.PathLike, TensorMapping)) else mapping
         mappings = [read_mapping(one) for one in named]
         _check_used(self.parameters or {}, mappings)
         if self.rename:
@@ -124,10 +124,10 @@ class Changes:
         select = self.select or ""
         if self.part is not None:
             select = _place(source, self.part)
-        found = _chosen(source, select, self.selection)
+        mapped = _chosen(source, select, self.selection)
         for mapping, parameters in zip(self.mappings, self.parameters_of(source), strict=True):
-            found = map_catalog(found, mapping, parameters)
-        return found
+            mapped = map_catalog(mapped, mapping, parameters)
+        return mapped
 
     def parameters_of(self, source: Source) -> tuple[Mapping[str, int], ...]:
         """Returns the parameters of each mapping (rule 4). The caller's count first."""

@@ -92,8 +92,8 @@ def match(saved: Saved, state: object, fit: Fit, world: Mesh) -> Match:
     matcher.forgive_ties()
     shared = find_shared_memory(builder.items, builder.ties, builder.targets, matcher.copied)
     builder.differences += shared.refused
-    for key, there in saved.idle_keys().items():
-        builder.differ("rename", "pattern", no_name(key, there))
+    for key, saved_names in saved.idle_keys().items():
+        builder.differ("rename", "pattern", no_name(key, saved_names))
     names = list(saved.leaves)
     unexpected = [name for name in names if name not in builder.used and name in selection]
     return Match(
@@ -292,13 +292,13 @@ class _Matcher:
                 "wrapped",
             )
         is_customised = versions is not None or _is_customised(module)
-        known = entries if is_customised else self._loadable(module, entries, path)
+        loadable = entries if is_customised else self._loadable(module, entries, path)
         clean = CleanNames(module)
         resizing = set(_resizing(module, clean)) if is_customised else set()
         if self._builder.saved.leaves.get(path) == {}:
             self._builder.used.add(path)  # of a module without entries
         steps: dict[str, Installer] = {}
-        for key, value in known.items():
+        for key, value in loadable.items():
             if key.rpartition(".")[2] == EXTRA_STATE:
                 steps[key] = self._builder.anything(value, join(path, key))
             elif isinstance(value, torch.Tensor) and (
@@ -310,7 +310,7 @@ class _Matcher:
             else:
                 steps[key] = self.walk(value, join(path, key))
         # the reads fill the parameters and buffers themselves
-        is_filled = not is_customised and _are_aliases(known.values(), module)
+        is_filled = not is_customised and _are_aliases(loadable.values(), module)
         if is_filled or not self._builder.chooses(path):
             return lambda: module
         self.installs = True
@@ -323,11 +323,13 @@ class _Matcher:
                 missing, unexpected = load_rest(module, loaded, self._fit.strict, versions)
             if is_customised:
                 names = {key: name for name, key in original.items()}
-                lacking = [name for key in missing if (name := names.get(key, key)) not in omitted]
+                missing_names = [
+                    name for key in missing if (name := names.get(key, key)) not in omitted
+                ]
                 refused = [names.get(key, key) for key in unexpected]
                 self._refuse(
                     [
-                        *(Difference(join(path, n), "missing", LEFT_OPEN) for n in lacking),
+                        *(Difference(join(path, n), "missing", LEFT_OPEN) for n in missing_names),
                         *(Difference(join(path, n), "unexpected", NOT_TAKEN) for n in refused),
                     ]
                 )
@@ -365,16 +367,16 @@ class _Matcher:
         `load_state_dict` wants and the module's own `state_dict` lacks is added, and must be in
         the checkpoint. A module with its own way of loading keeps its entries.
         """
-        taken = dict(_loaded_names(module))
+        tensors = dict(_loaded_names(module))
         found: dict[str, object] = {}
         for name, value in entries.items():
-            if name in taken or isinstance(value, LocalPart):
+            if name in tensors or isinstance(value, LocalPart):
                 found[name] = value
             else:
                 self._differ_in_module(join(path, name), "unexpected", NOT_TAKEN)
         if any(isinstance(value, LocalPart) for value in found.values()):
             return found  # a flat parameter has other names
-        for name, tensor in taken.items():
+        for name, tensor in tensors.items():
             if name not in found:
                 if tensor is not None and join(path, name) in self._builder.saved.leaves:
                     found[name] = tensor

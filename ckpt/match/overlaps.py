@@ -79,7 +79,7 @@ def find_shared_memory(
 
     `copied` has the array (rule 5) into which the target of a number is copied.
     """
-    found = Shared([], [])
+    shared = Shared([], [])
     first_of: dict[tuple[str, int, int], tuple[Extent, LoadItem, torch.Tensor]] = {}
     extents: list[Extent] = []
     named: dict[str, LoadItem] = {}
@@ -95,13 +95,21 @@ def find_shared_memory(
         extent = _extent(item.name, local) if array is None else _extent_of_array(item.name, array)
         if overlaps_itself(extent):
             strides = local.stride() if array is None else array.strides
-            found.refused.append(_of_one_place(item.name, local.shape, strides))
+            shared.refused.append(_of_one_place(item.name, local.shape, strides))
         elif extent.lo:
-            known, one, other = first_of.setdefault(extent[:3], (extent, item, local))
-            is_copied = array is not None or one.target in copied
-            if one is not item and (is_copied or not _takes_the_same(one, other, item, local)):
-                overlaps.append((one, item))  # both have the first byte
-            if one is item or known.strides != extent.strides or known.shape != extent.shape:
+            first_extent, first, first_local = first_of.setdefault(
+                extent[:3], (extent, item, local)
+            )
+            is_copied = array is not None or first.target in copied
+            if first is not item and (
+                is_copied or not _takes_the_same(first, first_local, item, local)
+            ):
+                overlaps.append((first, item))  # both have the first byte
+            if (
+                first is item
+                or first_extent.strides != extent.strides
+                or first_extent.shape != extent.shape
+            ):
                 extents.append(extent)
                 named[item.name] = item
     overlaps += [(named[one], named[other]) for one, other in overlapping(extents)]
@@ -110,9 +118,9 @@ def find_shared_memory(
         if mine is None:
             pairs.append(pair)
         else:
-            found.refused.append(_of_a_copy(mine.name, pair[pair[0] is mine].name))
-    found.groups.extend(_groups(pairs))
-    return found
+            shared.refused.append(_of_a_copy(mine.name, pair[pair[0] is mine].name))
+    shared.groups.extend(_groups(pairs))
+    return shared
 
 
 def _lie_apart(tensors: Iterable[torch.Tensor]) -> bool:

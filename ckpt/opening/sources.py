@@ -106,15 +106,15 @@ def open_source(
         catalog = _read_native(store)
         if catalog is not None or not is_file(text, options):
             with name_folder(store.url):
-                found = _read_folder(store, with_advice) if catalog is None else catalog
-            yield Source(text, store, _credible(text, found))
+                described = _read_folder(store, with_advice) if catalog is None else catalog
+            yield Source(text, store, _credible(text, described))
             return
     folder, name = split_url(text)
     with open_store(folder, options) as opened:
         store = guard(opened)
         with name_folder(store.url, name):
-            found = _read_file(store, name)
-        yield Source(text, store, _credible(text, found))
+            described = _read_file(store, name)
+        yield Source(text, store, _credible(text, described))
 
 
 @contextmanager

@@ -377,18 +377,18 @@ def rank_reads(
     `layout_of` has the layout of each tensor on the ranks of `world`. The targets are contiguous,
     so their bytes are read directly into them. Raises as `plan_load` does.
     """
-    held: list[LoadItem] = []
+    items: list[LoadItem] = []
     wanted = 0
     for name, record in catalog.tensors.items():
         layout = layout_of(name, record.shape)
-        held.append(LoadItem(name, name, len(held), layout, layout.local_shape(rank), True))
+        items.append(LoadItem(name, name, len(items), layout, layout.local_shape(rank), True))
         wanted += sum(map(copies.numel, copies.pieces(layout, rank))) * record.dtype.itemsize
-    plan = plan_load(held, catalog, world, rank, policy, copies)
+    plan = plan_load(items, catalog, world, rank, policy, copies)
     ranges = byte_ranges_of(_requests(plan), True, limits)
     groups = list(groups_of(ranges, limits))
     return RankReads(
         rank,
-        sum(any(map(copies.numel, copies.pieces(item.layout, rank))) for item in held),
+        sum(any(map(copies.numel, copies.pieces(item.layout, rank))) for item in items),
         wanted,
         sum(max(one.hi for one in group) - group[0].lo for group in groups),
         len(groups),

@@ -151,19 +151,19 @@ def requests_for(
     copies = BoxCopies() if copies is None else copies
     name, itemsize = record.name if name is None else name, record.dtype.itemsize
     requests: list[ReadRequest] = []
-    for wanted in pieces:
-        found = 0
-        for stored, extent in record.pieces.locate(wanted.box):
-            copy = copies.of(stored, wanted)
+    for piece in pieces:
+        covered = 0
+        for stored, extent in record.pieces.locate(piece.box):
+            copy = copies.of(stored, piece)
             if copy is not None:
-                found += copy.numel
+                covered += copy.numel
                 requests.append(ReadRequest(name, itemsize, copy, extent, target))
-        if found != copies.numel(wanted):
-            is_hole = found < wanted.box.numel
-            count = f"only {found}" if is_hole else f"{found} in place"
+        if covered != copies.numel(piece):
+            is_hole = covered < piece.box.numel
+            count = f"only {covered}" if is_hole else f"{covered} in place"
             cause = "a part is missing" if is_hole else "parts overlap"
             raise HoleError(
-                f"{name}: {count} of the {wanted.box.numel} elements of {wanted.box} are in the "
+                f"{name}: {count} of the {piece.box.numel} elements of {piece.box} are in the "
                 f"checkpoint: {cause}; copy the files of all ranks of one save"
             )
     return requests
@@ -197,8 +197,8 @@ def byte_ranges_of(
     requests: Iterable[ReadRequest], verify: bool, limits: Limits
 ) -> list[ByteRange]:
     """Returns the byte ranges that fulfil all requests, sorted by file and offset."""
-    found: list[ByteRange] = []
-    most = limits.direct_bytes
+    ranges: list[ByteRange] = []
+    direct_bytes = limits.direct_bytes
     cuts: dict[tuple[int, int, int, int], tuple[int, list[ByteRange], BoxCopy]] = {}
     for request in requests:
         _, itemsize, box_copy, extent, _ = request
@@ -207,11 +207,11 @@ def byte_ranges_of(
         hi = lo + box_copy.numel * itemsize
         is_plain = chunks is None or not chunks.compressed
         size = _unit_bytes(extent, verify, limits)
-        if box_copy.is_direct and hi - lo <= most and is_plain:
-            whole = not size or (not lo % size and (hi == nbytes or not hi % size))
-            if whole and lo < hi <= nbytes:  # most tensors of most models
+        if box_copy.is_direct and hi - lo <= direct_bytes and is_plain:
+            is_whole = not size or (not lo % size and (hi == nbytes or not hi % size))
+            if is_whole and lo < hi <= nbytes:  # most tensors of most models
                 at, chunk = box_copy.target.at * itemsize, lo // size if size else -1
-                found.append(
+                ranges.append(
                     ByteRange(file, offset + lo, offset + hi, request, True, at, chunk, None)
                 )
                 continue
@@ -227,9 +227,9 @@ def byte_ranges_of(
             cut = list(_Cut(request, verify, limits).byte_ranges(box_copy))
             if is_plain:
                 cuts[key] = offset, cut, box_copy  # kept: an id is unique while its object lives
-        found.extend(cut)
-    found.sort(key=_FILE_AND_LO)
-    return found
+        ranges.extend(cut)
+    ranges.sort(key=_FILE_AND_LO)
+    return ranges
 
 
 _FILE_AND_LO = itemgetter(0, 1)

@@ -81,12 +81,12 @@ def keeps_last(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> R:
         assert not options
-        for given, result in last:
-            if len(given) == len(args) and all(map(_is_same, given, args)):
+        for arguments, result in last:
+            if len(arguments) == len(args) and all(map(_is_same, arguments, args)):
                 return result
-        found = function(*args, **options)
-        last[:] = [(args, found)]
-        return found
+        fresh = function(*args, **options)
+        last[:] = [(args, fresh)]
+        return fresh
 
     return call
 
@@ -133,23 +133,23 @@ class SavePlan:
 
 
 def plan_save(
-    held: Mapping[str, StoredTensor], stored: Mapping[str, StoredTensor], rank: int
+    tensors: Mapping[str, StoredTensor], stored: Mapping[str, StoredTensor], rank: int
 ) -> SavePlan:
     """Returns the writes of `rank`, which holds the tensors `held`, by their stored layouts."""
     spans: dict[tuple[int, int], tuple[int, int, tuple[int, ...]] | None] = {}
     """Spans by the ids of both layouts: most tensors of a model share a few layouts."""
-    found = []
-    for source, (name, tensor) in enumerate(held.items()):
+    spans_by_name = []
+    for source, (name, tensor) in enumerate(tensors.items()):
         have, layout = tensor.layout, stored[name].layout
         key = (id(have), id(layout))
         if key not in spans:
             spans[key] = _span(have, layout, rank)
         span = spans[key]
         if span is not None:
-            found.append((name, source, tensor.dtype, *span))
-    found.sort(key=lambda item: -item[2].itemsize)
+            spans_by_name.append((name, source, tensor.dtype, *span))
+    spans_by_name.sort(key=lambda item: -item[2].itemsize)
     items, at = [], 0
-    for name, source, dtype, lo, hi, shape in found:
+    for name, source, dtype, lo, hi, shape in spans_by_name:
         items.append(WriteItem(name, source, dtype, lo, hi, shape, at))
         at += items[-1].nbytes
     return SavePlan(tuple(items))

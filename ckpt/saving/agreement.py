@@ -167,15 +167,15 @@ def agree_on_attempt(
     hashes = ReplicaHashes(options.replicas, ranks.global_rank)
     # Rank 0's manifest names the base from which the other ranks borrow.
     base = None if options.base is None else os.path.basename(options.base.rstrip("/"))
-    how = {
+    options_of_call = {
         "replicas": options.replicas,
         "base": base,
         "dtype": str(options.dtype),
         "overwrite": options.overwrite,
         "compress": options.compress,
     }
-    arguments = {**how, **(arguments or {})}
-    held = agree_on_state(
+    arguments = {**options_of_call, **(arguments or {})}
+    merged = agree_on_state(
         ranks,
         "describing the state",
         describe,
@@ -184,32 +184,34 @@ def agree_on_attempt(
         hashes.weigh,
         note,
     )
-    whole = held.whole
+    described = merged.whole
     if options.dtype is not None:
-        _casts_of(options.dtype).check_all_match([*whole.tensors, *whole.aliases], "ckpt.save")
-    _warn_of_values(ranks, held)
-    given = _last_hosts(whole.tensors, options.host) if options.host else whole.tensors
-    tensors = _last_layouts(given, tuple(_differing(ranks, held, hashes)))
-    plan = _last_plan(spec_of(held.flat).tensors, tensors, ranks.global_rank)
-    described_as_stored = replace(whole, tensors=tensors)
+        _casts_of(options.dtype).check_all_match(
+            [*described.tensors, *described.aliases], "ckpt.save"
+        )
+    _warn_of_values(ranks, merged)
+    to_store = _last_hosts(described.tensors, options.host) if options.host else described.tensors
+    tensors = _last_layouts(to_store, tuple(_differing(ranks, merged, hashes)))
+    plan = _last_plan(spec_of(merged.flat).tensors, tensors, ranks.global_rank)
+    described_as_stored = replace(described, tensors=tensors)
     attempt = SaveAttempt(
         plan=plan,
         described=described_as_stored,
         mesh=ranks.mesh,
         rank=ranks.rank,
-        attempt_id=held.attempt_id,
+        attempt_id=merged.attempt_id,
         options=options,
         began=began,
-        note=held.note,
+        note=merged.note,
     )
-    return attempt, list(held.flat.leaves.values())
+    return attempt, list(merged.flat.leaves.values())
 
 
 def _casts_of(dtype: StoredDtypes) -> Casts:
     from ckpt.state.patterns import Casts  # with the parts of a load, which other saves spare
 
-    given = dtype if isinstance(dtype, Mapping) else {"*": dtype}
-    return Casts.of({k: str(v) if isinstance(v, torch.dtype) else v for k, v in given.items()})
+    by_pattern = dtype if isinstance(dtype, Mapping) else {"*": dtype}
+    return Casts.of({k: str(v) if isinstance(v, torch.dtype) else v for k, v in by_pattern.items()})
 
 
 def _cast(flat: FlatState, dtype: StoredDtypes) -> FlatState:
@@ -302,29 +304,29 @@ def check_options(ranks: Ranks, store: Store, options: SaveOptions) -> None:
             )
 
 
-def _differing(ranks: Ranks, held: MergedState, hashes: ReplicaHashes) -> list[str]:
+def _differing(ranks: Ranks, merged: MergedState, hashes: ReplicaHashes) -> list[str]:
     """Returns the names of tensors whose replicas differ; rank 0 warns of them.
 
     Raises StateError on all ranks if the option is "check".
     """
-    if held.balanced:
+    if merged.balanced:
         return []
-    found = hashes.differing(ranks, held.whole.tensors)
-    if not found:
+    differing = hashes.differing(ranks, merged.whole.tensors)
+    if not differing:
         return []
-    names = [each.name for each in found]
-    told = f"not the same on all ranks that have them: {format_names(found)}"
+    names = [each.name for each in differing]
+    problem = f"not the same on all ranks that have them: {format_names(differing)}"
     if hashes.way == "check":
         raise StateError(
-            f"{told}; nothing was written; make them equal, or give tensors that differ between "
+            f"{problem}; nothing was written; make them equal, or give tensors that differ between "
             'ranks different names; replicas="sample" stores the lowest rank\'s, with a warning',
             names=names,
         )
     if ranks.rank == 0:
         warn(
             ReplicasWarning(
-                f"{told}; they are stored as the lowest rank has them, with all of their modules; "
-                "give tensors that differ between ranks different names",
+                f"{problem}; they are stored as the lowest rank has them, with all of their "
+                "modules; give tensors that differ between ranks different names",
                 names,
             ),
             stacklevel=4,
@@ -395,8 +397,8 @@ def finish(
             _clear_refused(store, attempt)
         if not _is_without_word(failed):
             raise
-        said = f"{failed.message}; look whether there is a manifest"
-        raise RankError("committing", failed.rank, failed.error, said) from failed
+        message = f"{failed.message}; look whether there is a manifest"
+        raise RankError("committing", failed.rank, failed.error, message) from failed
 
 
 def _clear_uncommitted(

@@ -220,8 +220,8 @@ def take_samples(tensors: Sequence[torch.Tensor]) -> Bytes:
         bytes_at = np.array(addresses, np.int64)[:, None] - 1 + _offsets(lengths)
         rows[at] = memory.take(bytes_at)
     for indexes in others.values():
-        found = torch.stack([_gather_sample(tensors[index]) for index in indexes])
-        rows[indexes] = found.cpu().numpy()
+        samples = torch.stack([_gather_sample(tensors[index]) for index in indexes])
+        rows[indexes] = samples.cpu().numpy()
     return rows
 
 

@@ -91,8 +91,8 @@ def agree_on_state(
         RankError: another rank failed; the message has `stage`.
     """
 
-    def balance(flat: FlatState, whole: StateSpec) -> int:
-        return 0 if weigh is None or ranks.is_single_process else weigh(flat, whole.tensors)
+    def balance(flat: FlatState, merged: StateSpec) -> int:
+        return 0 if weigh is None or ranks.is_single_process else weigh(flat, merged.tensors)
 
     def describing() -> _LocalState:
         flat = flatten()
@@ -101,36 +101,42 @@ def agree_on_state(
             return _LocalState(flat, described, 0, 0, 0)
         return _LocalState(flat, described, *state_hashes(described), balance(flat, described))
 
-    given = short_hash(repr(arguments).encode())
-    found, agreed = ranks.run_and_compare(
+    arguments_hash = short_hash(repr(arguments).encode())
+    mine, agreed = ranks.run_and_compare(
         stage,
         describing,
-        lambda each: {"structure": each.structure, "values": each.values, "arguments": given},
+        lambda each: {
+            "structure": each.structure,
+            "values": each.values,
+            "arguments": arguments_hash,
+        },
         number=attempt_id,
         balance=lambda each: each.balance,
         note=note,
     )
     if not agreed.same["arguments"]:
-        shown = ", ".join(f"{name}={value!r:.80}" for name, value in (arguments or {}).items())
-        raise StateError(
-            f"the ranks were called with different arguments, this rank with {shown}; call all of "
-            "them alike"
+        arguments_text = ", ".join(
+            f"{name}={value!r:.80}" for name, value in (arguments or {}).items()
         )
-    told = agreed.number, agreed.note
+        raise StateError(
+            "the ranks were called with different arguments, this rank with "
+            f"{arguments_text}; call all of them alike"
+        )
+    number_and_note = agreed.number, agreed.note
     if agreed.same["structure"]:
-        whole, same = found.described, agreed.same["values"]
-        return MergedState(found.flat, whole, same, (), agreed.balanced, *told)
+        merged, same = mine.described, agreed.same["values"]
+        return MergedState(mine.flat, merged, same, (), agreed.balanced, *number_and_note)
 
     def merging() -> tuple[StateSpec, int]:
-        whole = united()
-        return whole, balance(found.flat, whole)
+        merged = united()
+        return merged, balance(mine.flat, merged)
 
-    united = merge(ranks, found.described)
-    (whole, _), weighed = ranks.run_and_compare(
+    united = merge(ranks, mine.described)
+    (merged, _), weighed = ranks.run_and_compare(
         "merging the ranks' states", merging, lambda _: {}, balance=lambda made: made[1]
     )
-    lost = tuple(dict.fromkeys(conflicting_values(found.described.tree, whole.tree)))
-    return MergedState(found.flat, whole, True, lost, weighed.balanced, *told)
+    lost = tuple(dict.fromkeys(conflicting_values(mine.described.tree, merged.tree)))
+    return MergedState(mine.flat, merged, True, lost, weighed.balanced, *number_and_note)
 
 
 def spec_of(flat: FlatState) -> StateSpec:
@@ -285,10 +291,10 @@ def merge(ranks: Ranks, mine: StateSpec) -> Callable[[], StateSpec]:
 
     All ranks call this. Communicates. The function raises StateError for contradicting sections.
     """
-    own = {state_hashes(section)[1]: section for section in sections(mine)}
-    table = _table(ranks, list(own))
-    told = [own[fingerprint] for fingerprint, holders in table if holders[0] == ranks.rank]
-    record = zlib.compress(b"".join(map(_with_size, map(summary, told))), 1)
+    own_sections = {state_hashes(section)[1]: section for section in sections(mine)}
+    table = _table(ranks, list(own_sections))
+    sent = [own_sections[fingerprint] for fingerprint, holders in table if holders[0] == ranks.rank]
+    record = zlib.compress(b"".join(map(_with_size, map(summary, sent))), 1)
     answer = ranks.merge_records(
         "exchanging the states", record, lambda r: b"".join(map(_with_size, r))
     )
@@ -297,14 +303,16 @@ def merge(ranks: Ranks, mine: StateSpec) -> Callable[[], StateSpec]:
     """Sections of the same ranks share one list."""
 
     def uniting() -> StateSpec:
-        found: list[tuple[Sequence[int], StateSpec]] = []
+        collected: list[tuple[Sequence[int], StateSpec]] = []
         texts = (text for packed in _parts(answer) for text in _parts(zlib.decompress(packed)))
         for (fingerprint, holders), text in zip(table, texts, strict=True):
             if holders not in members:
                 members[holders] = [world.rank((rank,)) for rank in holders]
-            section = own[fingerprint] if fingerprint in own else unpack_spec(text)
-            found.append((members[holders], section))
-        return merge_specs(found, world)
+            section = (
+                own_sections[fingerprint] if fingerprint in own_sections else unpack_spec(text)
+            )
+            collected.append((members[holders], section))
+        return merge_specs(collected, world)
 
     return uniting
 

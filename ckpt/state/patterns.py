@@ -139,9 +139,9 @@ def renamer(rename: Rename | None) -> Callable[[str], str]:
 
     def apply(name: str) -> str:
         for compiled, old, new in patterns:
-            found = compiled.fullmatch(name)
-            if found is not None:
-                return found.expand(new) if is_expression(old) else fill(new, found.groups())
+            match = compiled.fullmatch(name)
+            if match is not None:
+                return match.expand(new) if is_expression(old) else fill(new, match.groups())
         prefix = prefix_in(plain, name)
         if prefix is None or prefix == name:
             return name if prefix is None else plain[prefix]
@@ -236,9 +236,9 @@ class Selection:
             *(Claim((pattern,), ()) for pattern in self.include if pattern != "*"),
             *(Claim((), (pattern,)) for pattern in self.exclude),
         ]
-        found = tuple(claim for claim in each if claim.is_idle(names))
+        idle = tuple(claim for claim in each if claim.is_idle(names))
         whole = Claim(self.include, self.exclude)
-        return (whole,) if self.exclude and names and not found and whole.is_idle(names) else found
+        return (whole,) if self.exclude and names and not idle and whole.is_idle(names) else idle
 
     def check_chooses(self, names: Collection[str], where: str) -> None:
         """Raises ArgumentError unless each pattern matches a name and the selection chooses one."""
@@ -251,7 +251,7 @@ class Selection:
 def _patterns(name: str, given: object) -> tuple[str, ...]:
     """Returns the patterns of an argument. Raises for one that is no text or no expression."""
     several = isinstance(given, Iterable) and not isinstance(given, str)
-    found: list[str] = []
+    patterns: list[str] = []
     for pattern in given if several else () if given is None else (given,):  # type: ignore[attr-defined]
         if not isinstance(pattern, str):
             raise ArgumentTypeError(
@@ -259,8 +259,8 @@ def _patterns(name: str, given: object) -> tuple[str, ...]:
                 "between slashes: '/.*/'"
             )
         expression(pattern)
-        found.append(pattern)
-    return tuple(found)
+        patterns.append(pattern)
+    return tuple(patterns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,14 +77,14 @@ def disk_error(doing: str, place: str, error: OSError) -> StoreError:
     `doing` is the call as a verb (`writing`). The error keeps the number of the system's error.
     """
     number = error.errno or 0
-    said = error.strerror or str(error)
+    reason = error.strerror or str(error)
     remedy = next((advice for numbers, advice in _ADVICE if number in numbers), "try again")
     denied = number in (errno.EACCES, errno.EPERM)
-    found = (AccessDeniedError if denied else StoreError)(
-        f"{place}: {doing} it failed: {said}; {remedy}"
+    explained = (AccessDeniedError if denied else StoreError)(
+        f"{place}: {doing} it failed: {reason}; {remedy}"
     )
-    found.errno = number
-    return found
+    explained.errno = number
+    return explained
 
 
 class explained_on_disk:  # noqa: N801 - as `contextlib.suppress`: it is called like a function

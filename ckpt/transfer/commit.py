@@ -107,9 +107,11 @@ def commit(
             look(0.0)
 
     is_durable = True
-    for left in reversed(range(REPLACING)):
+    for tries_left in reversed(range(REPLACING)):
         # The place of a new step of a run is empty, as the listing has shown.
-        is_seen = overwrite and (MANIFEST in names or base is not None or left < REPLACING - 1)
+        is_seen = overwrite and (
+            MANIFEST in names or base is not None or tries_left < REPLACING - 1
+        )
         old, tries = _read_committed(store) if is_seen else None, 0
         try:
             store.commit(MANIFEST, data, is_seen, check)
@@ -124,7 +126,7 @@ def commit(
         except ReplacedError:
             # Another save has replaced `old` meanwhile, and the store refused to replace that one.
             # After a lost answer it may have replaced this save's manifest, and removed its files.
-            if tries > 1 or not left:
+            if tries > 1 or not tries_left:
                 raise
     wrong = "" if old is None else _wrong_with(store, data)
     if wrong:
@@ -307,8 +309,8 @@ def _check_all_are_seen(
     if listing is None:
         seen = store.sizes()
     else:
-        own = f"{split_url(store.url)[1]}/"
-        inside = ((path.partition(own), one) for path, one in listing.items())
+        prefix = f"{split_url(store.url)[1]}/"
+        inside = ((path.partition(prefix), one) for path, one in listing.items())
         seen = {name: one.nbytes or 0 for (before, _, name), one in inside if name and not before}
     names = (*seen,)
     for pause in (*SEEN_PAUSES_SECONDS, 0.0):

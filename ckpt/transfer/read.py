@@ -84,43 +84,46 @@ def find_changed(
     ranges: Iterable[ByteRange], targets: Sequence[memoryview], rule: Unchanged
 ) -> Iterator[ByteRange]:
     """Yields the ranges, without the chunks that their targets have already."""
-    for one in ranges:
-        chunks = one.request.extent.chunks
+    for byte_range in ranges:
+        chunks = byte_range.request.extent.chunks
         is_read = rule in (Unchanged.READ, Unchanged.DELTA)
-        if is_read or not one.direct or one.chunk < 0 or chunks is None:
-            yield one
+        if is_read or not byte_range.direct or byte_range.chunk < 0 or chunks is None:
+            yield byte_range
         else:
             yield from _find_changed_runs(
-                one, targets[one.request.target], chunks.chunk_bytes, rule
+                byte_range, targets[byte_range.request.target], chunks.chunk_bytes, rule
             )
 
 
 def _find_changed_runs(
-    one: ByteRange, target: memoryview, chunk_bytes: int, rule: Unchanged
+    byte_range: ByteRange, target: memoryview, chunk_bytes: int, rule: Unchanged
 ) -> Iterator[ByteRange]:
     """Yields the runs of chunks of one range that the target does not have."""
-    chunks = one.request.extent.chunks
+    chunks = byte_range.request.extent.chunks
     assert chunks is not None
-    nbytes, begin, misses = one.hi - one.lo, 0, 0
+    nbytes, begin, misses = byte_range.hi - byte_range.lo, 0, 0
     for at in range(0, nbytes, chunk_bytes):
         end = min(at + chunk_bytes, nbytes)
         if rule is Unchanged.PROBE and misses >= MISSES:
             break
-        stored = target[one.at + at : one.at + end]
-        if chunks.wrong(one.chunk + at // chunk_bytes, stored) is not None:
+        stored = target[byte_range.at + at : byte_range.at + end]
+        if chunks.wrong(byte_range.chunk + at // chunk_bytes, stored) is not None:
             misses += 1
             continue
         if begin < at:
-            yield _part(one, begin, at, chunk_bytes)
+            yield _part(byte_range, begin, at, chunk_bytes)
         begin = end
     if begin < nbytes:
-        yield _part(one, begin, nbytes, chunk_bytes)
+        yield _part(byte_range, begin, nbytes, chunk_bytes)
 
 
-def _part(one: ByteRange, lo: int, hi: int, chunk_bytes: int) -> ByteRange:
+def _part(byte_range: ByteRange, lo: int, hi: int, chunk_bytes: int) -> ByteRange:
     """Returns bytes `[lo, hi)` of a range; `lo` is the start of a chunk."""
-    return one._replace(
-        lo=one.lo + lo, hi=one.lo + hi, at=one.at + lo, chunk=one.chunk + lo // chunk_bytes
+    return byte_range._replace(
+        lo=byte_range.lo + lo,
+        hi=byte_range.lo + hi,
+        at=byte_range.at + lo,
+        chunk=byte_range.chunk + lo // chunk_bytes,
     )
 
 
@@ -251,9 +254,9 @@ class RangeReader:
             if left:
                 self._do(left, call)
             if progress is not None:
-                progress(sum(one.wanted_bytes for one in group))
+                progress(sum(byte_range.wanted_bytes for byte_range in group))
 
-        nbytes = sum(one.hi - one.lo for one in ranges)
+        nbytes = sum(byte_range.hi - byte_range.lo for byte_range in ranges)
         if nbytes < THREAD_BYTES:
             few = [*groups]
             groups = iter(few)
@@ -297,9 +300,9 @@ class RangeReader:
                 "the way from the store, where they are right; nothing is damaged: begin again"
             )
         requests = {
-            id(one.request): one.request
-            for one in ranges
-            if one.request.extent[:3] == extent[:3] and one.request.target != NOWHERE
+            id(byte_range.request): byte_range.request
+            for byte_range in ranges
+            if byte_range.request.extent[:3] == extent[:3] and byte_range.request.target != NOWHERE
         }
         sums = RecordSums("all")
         again = RangeReader(self._reader, sums, replace(self._policy, unchanged=Unchanged.READ))
@@ -319,12 +322,12 @@ class RangeReader:
     def _do(self, group: list[ByteRange], call: _Call) -> None:
         """Reads, verifies and places one group."""
         first, targets = group[0], call.targets
-        lo, hi = first.lo, max(one.hi for one in group)
+        lo, hi = first.lo, max(byte_range.hi for byte_range in group)
         lent = in_place(self._reader, first.file, lo, hi - lo)
         if lent is not None:
             with lent as stored:
-                for one in group:
-                    self._use(one, stored[one.lo - lo : one.hi - lo], call)
+                for byte_range in group:
+                    self._use(byte_range, stored[byte_range.lo - lo : byte_range.hi - lo], call)
         elif first.direct and len(group) == 1:
             read = self._reader.read_into
             self._fill(
@@ -343,18 +346,18 @@ class RangeReader:
         ends: list[memoryview | int] = []
         stored: list[memoryview | int] = []  # of each range: its target, or its place in scratch
         used, begin, end = 0, first.lo, first.lo
-        for one in group:
-            lo, hi = one.lo, one.hi
-            if not one.direct:
+        for byte_range in group:
+            lo, hi = byte_range.lo, byte_range.hi
+            if not byte_range.direct:
                 stored.append(used + lo - begin)
                 end = max(end, hi)
                 continue
             if lo > begin:
                 ends.append(lo - begin)
                 used += lo - begin
-            own = _own(one, targets)
-            ends.append(own)
-            stored.append(own)
+            direct_target = _own(byte_range, targets)
+            ends.append(direct_target)
+            stored.append(direct_target)
             begin = end = hi
         if end > begin:
             ends.append(end - begin)
@@ -368,33 +371,43 @@ class RangeReader:
             else:
                 buffers.append(part)
         self._reader.read_into(first.file, first.lo, *buffers)
-        for one, place in zip(group, stored, strict=True):
-            data = scratch[place : place + one.hi - one.lo] if isinstance(place, int) else place
-            self._verify(one, data, call)
-            if one.box_copy is not None:
-                _place(one, self._decode(one, data), targets[one.request.target])
+        for byte_range, place in zip(group, stored, strict=True):
+            data = (
+                scratch[place : place + byte_range.hi - byte_range.lo]
+                if isinstance(place, int)
+                else place
+            )
+            self._verify(byte_range, data, call)
+            if byte_range.box_copy is not None:
+                _place(
+                    byte_range, self._decode(byte_range, data), targets[byte_range.request.target]
+                )
 
-    def _use(self, one: ByteRange, stored: memoryview, call: _Call) -> None:
+    def _use(self, byte_range: ByteRange, stored: memoryview, call: _Call) -> None:
         """Verifies and places one range whose bytes lie in memory."""
-        if one.direct:
-            own = _own(one, call.targets)
-            self._fill(one, own, _copier(stored, own), call)
+        if byte_range.direct:
+            direct_target = _own(byte_range, call.targets)
+            self._fill(byte_range, direct_target, _copier(stored, direct_target), call)
             return
-        self._verify(one, stored, call)
-        if one.box_copy is not None:
-            _place(one, self._decode(one, stored), call.targets[one.request.target])
+        self._verify(byte_range, stored, call)
+        if byte_range.box_copy is not None:
+            _place(
+                byte_range,
+                self._decode(byte_range, stored),
+                call.targets[byte_range.request.target],
+            )
 
-    def _verify(self, one: ByteRange, data: memoryview, call: _Call) -> None:
+    def _verify(self, byte_range: ByteRange, data: memoryview, call: _Call) -> None:
         """Raises unless these are the bytes of the range."""
-        self._check(one, one.chunk, data)
-        part_sum = self._sums.part(one.request, one.lo, one.hi, call.token)
+        self._check(byte_range, byte_range.chunk, data)
+        part_sum = self._sums.part(byte_range.request, byte_range.lo, byte_range.hi, call.token)
         if part_sum is not None:
-            part_sum.take(one.lo, data)
-            self._compare(one, part_sum, call)
+            part_sum.take(byte_range.lo, data)
+            self._compare(byte_range, part_sum, call)
 
     def _fill(
         self,
-        one: ByteRange,
+        byte_range: ByteRange,
         target: memoryview,
         read: Callable[[int, memoryview], None],
         call: _Call,
@@ -403,31 +416,35 @@ class RangeReader:
 
         `read` fills memory with the bytes of the range from a place on.
         """
-        step, chunk, chunks = self._limits.read_bytes, one.chunk, one.request.extent.chunks
+        step, chunk, chunks = (
+            self._limits.read_bytes,
+            byte_range.chunk,
+            byte_range.request.extent.chunks,
+        )
         if chunk >= 0 and chunks is not None:
             step = max(1, step // chunks.chunk_bytes) * chunks.chunk_bytes
-        part = self._sums.part(one.request, one.lo, one.hi, call.token)
+        part = self._sums.part(byte_range.request, byte_range.lo, byte_range.hi, call.token)
         if chunk < 0 and part is None and self._reader.read_bytes <= LOCAL_READ_BYTES:
             step = len(target)  # nothing is compared, so no part has to stay in the cache
         for at in range(0, len(target), step):
             data = target[at : at + step]
             read(at, data)
             if part is not None:
-                part.take(one.lo + at, data)
+                part.take(byte_range.lo + at, data)
             if chunk >= 0 and chunks is not None:
-                self._check(one, chunk + at // chunks.chunk_bytes, data)
+                self._check(byte_range, chunk + at // chunks.chunk_bytes, data)
         if part is not None:
-            self._compare(one, part, call)
+            self._compare(byte_range, part, call)
 
-    def _check(self, one: ByteRange, first: int, stored: memoryview) -> None:
+    def _check(self, byte_range: ByteRange, first: int, stored: memoryview) -> None:
         """Raises unless these are the bytes of the extent's chunks from `first` on.
 
         A chunk that was only changed on the way is read again into its place.
         """
-        chunks = one.request.extent.chunks
+        chunks = byte_range.request.extent.chunks
         if first < 0 or chunks is None or not self._sums.verify:
             return
-        extent, name = one.request.extent, one.request.name
+        extent, name = byte_range.request.extent, byte_range.request.name
         is_divided = self._share is not NOTHING_SHARED
         runs = self._share.runs(name, chunks, first, len(stored)) if is_divided else None
         for lo, hi in runs or ((0, len(stored)),):
@@ -453,19 +470,19 @@ class RangeReader:
         first = xxhash.xxh3_128_digest(data)
         return read_again(self._reader, place, first, digest, chunk.digest.__eq__) is not None
 
-    def _compare(self, one: ByteRange, part: Part, call: _Call) -> None:
+    def _compare(self, byte_range: ByteRange, part: Part, call: _Call) -> None:
         """Notes a record that is not as it was written, if this part was its last."""
         wrong = self._sums.wrong(part)
         if wrong is not None:
             call.wrong.append((part, wrong))
 
-    def _decode(self, one: ByteRange, stored: memoryview) -> memoryview:
+    def _decode(self, byte_range: ByteRange, stored: memoryview) -> memoryview:
         """Returns the bytes of the extent from `one.at` on."""
-        extent = one.request.extent
+        extent = byte_range.request.extent
         chunks = extent.chunks
         if chunks is None or not chunks.compressed:
             return stored
-        index, at, size = one.chunk, 0, 0
+        index, at, size = byte_range.chunk, 0, 0
         found = []
         while at < len(stored):
             chunk = chunks[index]
@@ -535,10 +552,10 @@ def damage_error(url: str, extent: Extent, name: str, chunk: Chunk) -> CorruptEr
     )
 
 
-def _own(one: ByteRange, targets: Targets) -> memoryview:
+def _own(byte_range: ByteRange, targets: Targets) -> memoryview:
     """Returns the memory of the target that a direct range fills."""
-    at = one.at
-    return targets[one.request.target][at : at + one.hi - one.lo]
+    at = byte_range.at
+    return targets[byte_range.request.target][at : at + byte_range.hi - byte_range.lo]
 
 
 def _copier(source: memoryview, target: memoryview) -> Callable[[int, memoryview], None]:
@@ -562,12 +579,12 @@ def _copier(source: memoryview, target: memoryview) -> Callable[[int, memoryview
     return copy
 
 
-def _place(one: ByteRange, data: memoryview, memory: memoryview) -> None:
+def _place(byte_range: ByteRange, data: memoryview, memory: memoryview) -> None:
     """Copies the box of a range from the decoded bytes into its target."""
-    copy, itemsize = one.box_copy, one.request.itemsize
+    copy, itemsize = byte_range.box_copy, byte_range.request.itemsize
     assert copy is not None
     source, target = copy.source, copy.target
-    start = source.at * itemsize - one.at
+    start = source.at * itemsize - byte_range.at
     shape = source.box.shape
     at = target.at * itemsize
     if copy.is_direct:
@@ -585,9 +602,9 @@ def _place(one: ByteRange, data: memoryview, memory: memoryview) -> None:
         steps.pop()
         other_steps.pop()
     dtype = _CARRIERS[itemsize] if row == itemsize else f"V{row}"
-    here = np.ndarray(sizes, dtype, data, start, steps)
-    there = np.ndarray(sizes, dtype, memory, at, other_steps)
-    there[...] = here
+    decoded = np.ndarray(sizes, dtype, data, start, steps)
+    placed = np.ndarray(sizes, dtype, memory, at, other_steps)
+    placed[...] = decoded
 
 
 _CARRIERS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}

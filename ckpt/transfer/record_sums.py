@@ -102,12 +102,12 @@ class RecordSums:
         with self._lock:
             for (lo, hi), value in zip(part.ranges, part.values, strict=True):
                 record.summed.add(lo, hi, value)
-            found = record.summed.whole(extent.nbytes)
-            if found is None:
+            computed = record.summed.whole(extent.nbytes)
+            if computed is None:
                 return None
             del self._open[extent[:3]]
             self._compared.add(extent[:3])
-        return None if found == extent.crc32 else found
+        return None if computed == extent.crc32 else computed
 
     def rest(self, most_bytes: int) -> list[ByteRange]:
         """Returns the byte ranges that only checksums need, in the order of the files."""

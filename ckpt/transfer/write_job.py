@@ -80,17 +80,17 @@ def write_staged(job: WriteJob, data: memoryview, advance: Callable[[int], None]
 
     `advance` is called with the number of bytes done so far; an exception of it ends the writing.
     """
-    found: dict[str, int] | None = {} if job.counts else None
+    nonfinite: dict[str, int] | None = {} if job.counts else None
     tensors = [
         OutgoingTensor(
-            item.name, item.shape, item.dtype, _stream(data, item, advance, found), stable=True
+            item.name, item.shape, item.dtype, _stream(data, item, advance, nonfinite), stable=True
         )
         for item in job.plan.items
     ]
     with open_store(job.url, job.options) as store:
         summary = write(job, store, tensors)
         advance(job.plan.nbytes)
-        return summary if found is None else replace(summary, nonfinite=sum(found.values()))
+        return summary if nonfinite is None else replace(summary, nonfinite=sum(nonfinite.values()))
 
 
 def _base_chunks(job: WriteJob) -> Lent | None:
@@ -105,7 +105,7 @@ def _stream(
     data: memoryview,
     item: WriteItem,
     advance: Callable[[int], None],
-    found: dict[str, int] | None = None,
+    nonfinite: dict[str, int] | None = None,
 ) -> Callable[[], Iterator[memoryview]]:
     """Returns the stream of an item's bytes; `found` gets its count of numbers not finite."""
     lo, hi = item.offset, item.offset + item.nbytes
@@ -115,8 +115,10 @@ def _stream(
         for at in range(lo, hi, STEP_BYTES):
             advance(at)
             block = data[at : min(at + STEP_BYTES, hi)]
-            if found is not None:  # here, because the hash of the block follows: it is in the cache
-                found[item.name] = count = count + count_nonfinite(block, item.dtype)
+            if (
+                nonfinite is not None
+            ):  # here, because the hash of the block follows: it is in the cache
+                nonfinite[item.name] = count = count + count_nonfinite(block, item.dtype)
             yield block
 
     return blocks
@@ -197,6 +199,8 @@ def read_answer(message: bytes, where: str) -> ShardSummary:
     for operation, counts in answer.get("requests", {}).items():
         count_requests(operation, Requests(*counts))
     if "error" in answer:
-        said = answer["error"]
-        raise StoreError(said if where in said else f"{where}: {said}")
+        message_of_writer = answer["error"]
+        raise StoreError(
+            message_of_writer if where in message_of_writer else f"{where}: {message_of_writer}"
+        )
     return ShardSummary(**answer["written"])
