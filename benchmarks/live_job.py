@@ -25,7 +25,11 @@ RUNTIME = "CKPT_RUNTIME_DIR"
 class Job:
     """One rank of the trainers and readers."""
 
-    def __init__(self, nbytes: int, trainers: int, readers: int) -> None:
+    def __init__(
+        self, nbytes: int, trainers: int, readers: int, dtype: torch.dtype = torch.float32
+    ) -> None:
+        """`nbytes` are those of the state in float32."""
+        self.dtype = dtype
         rows = max(12, nbytes // 4 // COLUMNS // TENSORS // 12 * 12)
         self.rank, self.trainers, self.readers = dist.get_rank(), trainers, readers
         self.is_trainer = self.rank < trainers
@@ -59,7 +63,7 @@ class Job:
         sizes = list(shape)
         chunks = torch.empty(shape[dim]).chunk(count)
         sizes[dim] = len(chunks[self.rank - first])
-        return torch.zeros(sizes)
+        return torch.zeros(sizes, dtype=self.dtype)
 
     def open(self) -> None:
         """Publishes the state."""
@@ -102,17 +106,17 @@ class Job:
         dist.barrier()
         self.load()
 
-    def load(self, verify: bool = True) -> None:
+    def load(self, **options: Any) -> None:
         """Loads the newest version."""
         if not self.is_trainer:
-            ckpt.load(self.url, self.state, verify=verify, group=self.group)
+            ckpt.load(self.url, self.state, group=self.group, **options)
 
-    def load_over_tcp(self) -> None:
+    def load_over_tcp(self, **options: Any) -> None:
         """A reader that finds no socket of the server is on another host."""
         before = os.environ.get(RUNTIME)
         os.environ[RUNTIME] = f"{tempfile.gettempdir()}/ckpt-elsewhere-{os.getpid()}"
         try:
-            self.load()
+            self.load(**options)
         finally:
             os.environ.pop(RUNTIME)
             if before is not None:

@@ -1,0 +1,166 @@
+"""A new version of which few elements differ, from 2 trainers to 3 readers of another host.
+
+    python benchmarks/live_deltas.py --size-mb 500
+
+Every other tensor is cut along its columns by the readers. All readers have the version before. The
+rival does what trainers write by hand: it gathers whole tensors on rank 0, and broadcasts old XOR
+new, compressed by zstd, to readers that keep whole tensors and cut their parts from them. Its bytes
+count once for each reader, as gloo sends them. The server compares for a reader in a process of its
+own, whose processor time counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from typing import Any
+from unittest.mock import patch
+
+import measure
+import numpy as np
+import report
+import torch
+import torch.distributed as dist
+import zstandard
+from live_job import RUNTIME, Job
+
+from ckpt.live.store import LiveStore
+
+PARTS = (0.001, 0.01, 0.03, 0.1, 1.0)
+WHOLE, DELTA, RIVAL = "ckpt.load, unchanged=“read”", "ckpt.load", "gather, XOR, zstd, broadcast"
+TRAINERS, READERS = 2, 3
+
+
+class ChangingJob(Job):
+    """One rank, whose state is bfloat16 and changes by a part of its elements."""
+
+    def __init__(self, nbytes: int, part: float) -> None:
+        super().__init__(2 * nbytes, TRAINERS, READERS, torch.bfloat16)
+        self.part, self.came, self.server = part, 0, 0.0
+        self.random = torch.Generator().manual_seed(dist.get_rank())
+        self.old: dict[str, np.ndarray[Any, Any]] = {}
+        """On rank 0 and the readers: the whole tensors of the version before, as the rival's."""
+
+    def before(self) -> None:
+        """Brings all to one version, and publishes the next one."""
+        super().load()
+        full = {name: self.full(name) for name in self.shapes}
+        self.old = full if not self.is_trainer or self.rank == 0 else {}
+        dist.barrier()
+        if self.is_trainer:
+            for local in self.locals:
+                flat = local.view(torch.int16).reshape(-1)
+                count = int(len(flat) * self.part)
+                places = torch.randint(len(flat), (count,), generator=self.random)
+                if self.part < 1:
+                    flat[places] += 1
+                else:
+                    flat.copy_(torch.randint(-(2**15), 2**15, (count,), generator=self.random))
+            self.live.update().wait()
+        dist.barrier()
+
+    def full(self, name: str) -> np.ndarray[Any, Any]:
+        """The whole tensor of the ranks of a group, as integers."""
+        whole: np.ndarray[Any, Any] = self.state[name].full_tensor().view(torch.int16).numpy()
+        return whole.view("u2")
+
+    def load_from(self, **options: Any) -> None:
+        """Loads over TCP, and counts the bytes that come and the processor time of the server."""
+        fetch, delta, began = LiveStore._fetch, LiveStore.delta, self.server_seconds()
+
+        def fetched(store: LiveStore, lease: Any, file: str, offset: int, views: Any) -> None:
+            self.came += sum(map(len, views))
+            fetch(store, lease, file, offset, views)
+
+        def differed(store: LiveStore, file: str, areas: list[object]) -> bytes | None:
+            data = delta(store, file, areas)
+            self.came += len(data or b"")
+            return data
+
+        with patch.object(LiveStore, "_fetch", fetched), patch.object(LiveStore, "delta", differed):
+            self.load_over_tcp(**options)
+        dist.barrier()
+        self.server += self.server_seconds() - began
+
+    def server_seconds(self) -> float:
+        """The processor time of the host server so far; 0 on other ranks than the first."""
+        if self.rank or self.live.hosts.server is None:
+            return 0.0
+        with open(f"/proc/{self.live.hosts.server.pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def by_hand(self) -> None:
+        """The rival."""
+        for name in self.shapes:
+            message = [b""]
+            if self.is_trainer:
+                new = self.full(name)
+                if self.rank:
+                    continue
+                message = [zstandard.ZstdCompressor(1).compress(planes(self.old[name] ^ new))]
+            dist.broadcast_object_list(message, src=0, group=self.fan)
+            if self.rank:
+                self.came += len(message[0])
+                found = np.frombuffer(zstandard.ZstdDecompressor().decompress(message[0]), "u1")
+                whole = self.old[name]
+                whole ^= (
+                    np.ascontiguousarray(found.reshape(2, -1).T).view("u2").reshape(whole.shape)
+                )
+                one = self.state[name]
+                parts = np.array_split(whole, READERS, one.placements[0].dim)
+                mine = np.ascontiguousarray(parts[self.rank - TRAINERS]).view("i2")
+                one.to_local().view(torch.int16).copy_(torch.from_numpy(mine))
+
+
+def planes(array: np.ndarray[Any, Any]) -> bytes:
+    """The first bytes of all elements, then the second ones."""
+    return array.reshape(-1).view("u1").reshape(-1, array.itemsize).T.tobytes()
+
+
+def hand_over(nbytes: int, part: float, rounds: int) -> tuple[measure.Samples, dict[str, Any]]:
+    """On each rank: the samples of all ways, and their bytes and the server's seconds a round."""
+    job = ChangingJob(nbytes, part)
+    job.open()
+    ways = {
+        WHOLE: lambda: job.load_from(unchanged="read"),
+        DELTA: job.load_from,
+        RIVAL: job.by_hand,
+    }
+    more: dict[str, Any] = {}
+    samples: measure.Samples = {}
+    for name, way in ways.items():
+        job.came, job.server = 0, 0.0
+        samples |= measure.interleaved({name: measure.Contestant(way, job.before)}, rounds)
+        more[name] = job.came / rounds, job.server / rounds
+    job.close()
+    return samples, more
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size-mb", type=int, default=500, help="the whole state, in bfloat16")
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    os.environ.setdefault(RUNTIME, tempfile.mkdtemp(prefix="ckpt-bench-run-"))
+    print(report.machine(), end="\n\n", flush=True)
+    rows, nbytes = [], given.size_mb * 10**6
+    for part in PARTS:
+        found = measure.on_ranks(TRAINERS + READERS, hand_over, nbytes, part, given.rounds)
+        samples = measure.joined([one for one, _ in found])
+        for name, some in samples.items():
+            came, server = (sum(more[name][at] for _, more in found) for at in (0, 1))
+            cpu = [one.cpu_seconds + server for one in some]
+            seconds = report.spread([one.seconds for one in some])
+            wire = f"1/{nbytes / came:.1f}"
+            rows.append([f"{part:.1%}", name, wire, seconds, report.spread(cpu)])
+        report.say(f"{part:.1%} is done")
+    columns = ("changed", "way", "bytes on the way ÷ state", "seconds", "CPU seconds")
+    title = f"A version with changes, 2 → 3 ranks over TCP, {given.size_mb} MB of bfloat16"
+    print(report.Table(f"{title}, {given.rounds} rounds", columns, rows))
+
+
+if __name__ == "__main__":
+    main()
