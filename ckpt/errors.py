@@ -6,7 +6,7 @@ from `sharding.errors`, with the root `CkptError` and the rules of `kind`. Impor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -265,7 +265,8 @@ def _remedy(
     if number:
         some = "Every missing name is" if number == len(missing) else f"{number} of these names are"
         also = _excluding(missing, unexpected, renamed, fitting)
-        renamed |= _unchanged(fitting) if "" in renamed else {}
+        kept = sorted({name.partition(".")[0] for name in fitting}) if "" in renamed else ()
+        renamed |= {top: top for top in kept}
         return f"\n  {some} in the checkpoint: call {call} with rename={renamed}{also}"
     if has_nothing and may_rename:
         return f"\n  Call {call} with rename= if names have changed; or give another checkpoint."
@@ -281,11 +282,6 @@ def _remedy(
         "as they are; or with strict=False, which leaves all that differs in name or shape as it "
         "is."
     )
-
-
-def _unchanged(names: Iterable[str]) -> dict[str, str]:
-    """Returns the part of a `rename=` that keeps these names, by their first parts."""
-    return {top: top for top in sorted({name.partition(".")[0] for name in names})}
 
 
 def _excluding(

@@ -58,6 +58,13 @@ HDF5 = Kind("an HDF5 file, as of Keras or h5py", _SAVE)
 ONNX = Kind("an ONNX model", "read its initializers with the onnx package, and save them as arrays")
 MSGPACK = Kind("a msgpack file, as of flax", f"use flax.serialization; {_SAVE}")
 TENSORFLOW = Kind("a part of a TensorFlow checkpoint", "use tf.train.load_checkpoint and savez")
+SAVED_MODEL = Kind(
+    "a SavedModel of TensorFlow",
+    "load its folder with tf.saved_model.load, and save its variables with numpy.savez",
+)
+TFLITE = Kind("a TFLite model", "read it with tf.lite.Interpreter, and save arrays with savez")
+COREML = Kind("a Core ML model", "read its weights with coremltools, and save arrays with savez")
+OPENVINO = Kind("an OpenVINO model", "convert the model from which it was made")
 TAR = Kind("a tar archive", "unpack it with tar, and give the files in it")
 GZIP = Kind("compressed by gzip", "decompress it with gunzip")
 ZSTD = Kind("compressed by zstd", "decompress it with unzstd")
@@ -83,7 +90,13 @@ _BY_START: tuple[tuple[bytes, Kind], ...] = (
     (b"version https://git-lfs.github.com/spec", LFS),
     *((bytes((0x80, protocol)), PICKLE) for protocol in range(2, 6)),
 )
-_TENSORFLOW = re.compile(r".*(\.data-\d{5}-of-\d{5}|\.ckpt(-\d+)?\.(index|meta)|saved_model\.pb)")
+_TENSORFLOW = re.compile(r".*(\.data-\d{5}-of-\d{5}|\.ckpt(-\d+)?\.(index|meta))")
+_BY_NAME = (
+    (re.compile(r"(openvino_.*|.*\.openvino)\.(bin|xml)"), OPENVINO),
+    (re.compile(r".*\.mlmodel"), COREML),
+    (re.compile(r".*\.pb"), SAVED_MODEL),
+)
+"""Names of kinds whose first bytes are those of another one, or any."""
 
 
 def kind_of(head: bytes, name: str = "") -> Kind | None:
@@ -94,6 +107,11 @@ def kind_of(head: bytes, name: str = "") -> Kind | None:
     """
     if head[5:9] == b"\0\0\0{":  # a length of less than 2**40: its bytes may begin as any magic
         return SAFETENSORS
+    for pattern, kind in _BY_NAME:
+        if pattern.fullmatch(name):
+            return kind
+    if head[4:8] == b"TFL3":
+        return TFLITE
     for start, kind in _BY_START:
         if head.startswith(start):
             return kind
@@ -113,6 +131,8 @@ def _of_text(head: bytes) -> Kind | None:
     if re.match(rb"\(?[dl]p[0-9]+\n|c[\w.]+\n\w+\n", head):
         return OLD_PICKLE
     start = head.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    if start.startswith(b"<?xml") and b"<net " in start:
+        return OPENVINO
     if start.startswith((b"<!doctype html", b"<html", b"<?xml", b"<head")):
         return HTML
     if b"\0" in head or any(byte < 32 and byte not in b"\t\n\r\f\x1b" for byte in head):
@@ -168,6 +188,22 @@ ENDINGS = {
     ".engine": "TensorRT",
 }
 """The endings of names that belong to formats which are not written, with these formats."""
+
+
+_STATE_FILE = re.compile(
+    r"(training_args|optimizer|scheduler|scaler|rng_state|random_states|dl_state_dict|sampler).*"
+)
+_FILES = (*OF_WEIGHTS, ".npy", *(ENDINGS.keys() - {".json", ".index"}))
+
+
+def files_of_weights(entries: Iterable[str]) -> list[str]:
+    """Returns the files of a folder of no format that may be a checkpoint each, sorted.
+
+    >>> files_of_weights(["README.md", "training_args.bin", "a.pt", "tf_model.h5", "b.pt/"])
+    ['a.pt', 'tf_model.h5']
+    """
+    named = (name for name in entries if name.lower().endswith(_FILES))
+    return sorted(name for name in named if not is_shard(name) and not _STATE_FILE.match(name))
 
 
 def zip_kind(names: Iterable[str]) -> Kind | None:
@@ -273,6 +309,8 @@ FOLDERS: tuple[FolderFormat, ...] = (
     FolderFormat(
         "deepspeed", both(has_like("latest(_universal)?"), has_like(".+/")), "deepspeed.folder:read"
     ),
+    FolderFormat("diffusers", has("model_index.json"), "training_folders:read_pipeline"),
+    FolderFormat("gguf", has_like(r".+-[0-9]{5}-of-[0-9]{5}\.gguf"), "gguf:read_split"),
     FolderFormat(
         "huggingface", has_like(r".+\.safetensors(\.index\.json)?"), "safetensors.huggingface:read"
     ),

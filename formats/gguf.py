@@ -20,13 +20,15 @@ versions 2 and 3 are read, 3 is written. Rules:
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from struct import Struct, pack, unpack
 from struct import error as StructError
 from typing import NamedTuple
 
+from formats import joined
 from formats.catalog import (
     Catalog,
     Extent,
@@ -182,6 +184,46 @@ def read(reader: Reader, name: str) -> Catalog:
     )
 
 
+SPLIT = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
+"""The name of a file of a split model: its number, from 1 on, and the number of all."""
+
+
+def read_split(reader: Reader) -> Catalog:
+    """Reads the catalog of a folder with the files of one split model.
+
+    The values are those of the first file, without those that number the files.
+
+    Raises:
+        FormatError: a file is missing, or the folder has several models. Others are those of
+            `read`.
+    """
+    present = [name for name in reader.names() if name.endswith(".gguf")]
+    found = [match for name in present if (match := SPLIT.fullmatch(name))]
+    names = [match[0] for match in sorted(found, key=lambda match: int(match[2]))]
+    if len({(match[1], match[3]) for match in found}) > 1:
+        raise FormatError(f"{reader.url}: files of several models: {', '.join(names[:4])}")
+    if len(names) != int(found[0][3]):
+        raise FormatError(f"{reader.url}: of {found[0][3]} files only {', '.join(names)} are there")
+    parts = [read(reader, name) for name in names]
+    trees: list[dict[Key, Tree]] = [{name: TensorRef(name) for name in p.tensors} for p in parts]
+    first = parts[0].tree.get(GGUF) if isinstance(parts[0].tree, dict) else None
+    if isinstance(first, dict):
+        own = {key: item for key, item in first.items() if not str(key).startswith("split.")}
+        trees[0][GGUF] = own
+    blocks = [json.loads(part.metadata.get(QUANTISED, "{}")) for part in parts]
+    types = json.loads(parts[0].metadata.get(TYPES, "{}"))
+    told = {
+        QUANTISED: json.dumps({name: each[name] for each in blocks for name in each}),
+        TYPES: json.dumps({key: types[key] for key in types if not key.startswith("split.")}),
+    }
+    unread = tuple(name for name in present if name not in names)
+    every = [
+        joined.Part((), replace(part, tree=tree)) for part, tree in zip(parts, trees, strict=True)
+    ]
+    metadata = {key: text for key, text in told.items() if text != "{}"}
+    return replace(joined.join_catalogs(GGUF, every, metadata=metadata), unread=unread)
+
+
 def type_of(value: Tree) -> str | None:
     """Returns the type that a writer chooses for a value: its name, or `ARRAY:` and that of items.
 
@@ -260,10 +302,12 @@ class _Header:
         if magic != MAGIC:
             raise FormatError(f"{self.file}: not a GGUF file")
         if version not in VERSIONS:
-            order = "big-endian" if version >= 1 << 16 else f"of version {version}"
+            order, remedy = f"of version {version}", "convert it again with a newer llama.cpp"
+            if version >= 1 << 16:
+                order, remedy = "big-endian", "`gguf-convert-endian FILE little` of gguf turns it"
             raise UnsupportedError(
                 f"{self.file}: this GGUF file is {order}; versions 2 and 3, little-endian, are "
-                "read: convert it again with a newer llama.cpp"
+                f"read: {remedy}"
             )
         return self.number(_U64)
 

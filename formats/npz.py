@@ -7,6 +7,7 @@ A .npy file is a magic number, a header of text and the elements
 2. A stored member is read by ranges, and its CRC-32 covers header and elements. A compressed member
    is decoded as a whole, so it has at most `chunk_bytes`.
 3. Arrays of objects, text, structures and big-endian numbers are opaque values: shown, not read.
+   Void elements of two bytes are bfloat16: so numpy writes the dtype of `ml_dtypes`, as of JAX.
 4. numpy has no bfloat16 and no 8-bit floats: a conversion refuses them by name. Tied names and
    plain values are left out.
 """
@@ -223,7 +224,8 @@ def _make_array(code: str | None, is_fortran: bool, sizes: list[str], where: str
     shape = tuple(map(int, sizes))
     if prod(size or 1 for size in shape) >= ELEMENTS:
         raise HostileError(f"{where}: an array of shape {shape} has absurdly many elements")
-    return NumpyArray(shape, NumpyDType(code or "V"), is_fortran)
+    dtype = "bfloat16" if code in ("<V2", "|V2") else code or "V"  # as ml_dtypes writes it
+    return NumpyArray(shape, NumpyDType(dtype), is_fortran)
 
 
 class InflatedChunk:

@@ -26,6 +26,9 @@ Lightning's FSDP and model-parallel strategies write a folder of DCP with the mo
 optimizers, and in it `meta.pt`, a file of torch.save with the rest of the state: the epoch, the
 loops, the hyperparameters. Both lie at the top of the tree, as in a `.ckpt` file of Lightning. The
 names are those of lightning/fabric/strategies/fsdp.py and model_parallel.py.
+
+A pipeline of diffusers has a sub-folder for each component, which `model_index.json` names. PEFT
+saves several adapters, none of them the default one, in sub-folders.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ from dataclasses import dataclass, replace
 from formats import dcp, torch_save
 from formats.catalog import Catalog, FileRecord, Tree
 from formats.deepspeed import folder as deepspeed
-from formats.errors import UnsupportedError
+from formats.detect import folder_format
+from formats.errors import CorruptError, UnsupportedError
 from formats.joined import Part, below, join_catalogs, under
 from formats.limits import check
 from formats.safetensors import huggingface
@@ -48,6 +52,7 @@ from formats.strict_json import decode_object
 MODEL = "model"
 DEEPSPEED = "deepspeed"
 TRAINER_STATE = "trainer_state.json"
+PIPELINE = "model_index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,3 +203,35 @@ def read_lightning(reader: Reader) -> Catalog:
     parts = [dcp.read(reader), torch_save.read(reader, "meta.pt")]
     found = join_catalogs("lightning", [Part((), catalog) for catalog in parts], metadata={})
     return replace(found, weights=torch_save.weights_of_lightning(found.tree))
+
+
+def read_pipeline(reader: Reader) -> Catalog:
+    """Reads the catalog of a pipeline of diffusers: each component with weights, at its name.
+
+    Raises CorruptError if a component's folder is missing. Further errors are those of the parts.
+    """
+    index = _json(reader, PIPELINE)
+    listed = index.tree if isinstance(index.tree, dict) else {}
+    wanted = [str(key) for key, item in listed.items() if isinstance(item, list) and any(item)]
+    if missing := sorted({f"{name}/" for name in wanted} - {*reader.entries()}):
+        raise CorruptError(
+            f"{reader.url}: {PIPELINE} names {', '.join(missing)}, which is missing; copy the "
+            "folder again"
+        )
+    return join_folders("diffusers", reader, wanted, index.files)
+
+
+def join_folders(
+    name: str, reader: Reader, folders: Sequence[str], files: Sequence[FileRecord] = ()
+) -> Catalog:
+    """Returns the catalog of sub-folders, each at its name. A note names those without weights."""
+    kinds = {folder: folder_format(reader.entries(folder)) for folder in folders}
+    parts = [
+        Part((folder,), below(reader, folder, kind.read))
+        for folder, kind in kinds.items()
+        if kind is not None
+    ]
+    rest = [folder for folder, kind in kinds.items() if kind is None]
+    notes = [note for part in parts for note in part.catalog.notes]
+    notes += [f"without weights, and not part of the checkpoint: {', '.join(rest)}"] if rest else []
+    return replace(join_catalogs(name, parts, files, {}), notes=tuple(notes))

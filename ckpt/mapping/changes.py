@@ -5,7 +5,8 @@ Rules:
 1. The order is: the part (`select`, or the place of the model or optimizer), include and exclude,
    mappings, renames, prefix. Each takes the names that the last one gave.
 2. The model is the weights of a training's folder, the first of the top entries `MODEL_KEYS` that
-   is there, the one item of a list `models`, or, in a checkpoint without an optimizer, everything.
+   is there, the one item of a list `models`, in a checkpoint without an optimizer everything, or
+   the one such key in a top entry, as `app.model` of DCP's own recipe.
    An optimizer is a dict with `state` and `param_groups`, as torch's `state_dict()` of an
    optimizer; a checkpoint with several has no one place of it.
 3. A Hugging Face folder gets the state dict of one module, by its own names (`place_of_module`).
@@ -255,6 +256,8 @@ def _place(source: Source, part: Part) -> str:
     if not several and not optimizers:
         return ""
     below = list(_models_below(tree))
+    if len(below) == 1 and not several:
+        return below[0]
     problem = (
         f"a model is one of the top entries {', '.join(MODEL_KEYS)}, and the checkpoint has none "
         f"of them; name its model with select={below[0] if below else ''}"

@@ -185,7 +185,8 @@ def config_in(reader: Reader, name: str = CONFIG) -> Mapping[str, object]:
     if name not in reader.names():
         return {}
     check("header_bytes", reader.size(name), f"{reader.url}/{name}")
-    return decode_object(reader.read_whole(name, current().header_bytes), f"{reader.url}/{name}")
+    content = reader.read_whole(name, current().header_bytes)
+    return decode_object(content, f"{reader.url}/{name}", nan=True)  # Mamba 2 has Infinity
 
 
 def adapter_config_in(reader: Reader, catalog: Catalog) -> Mapping[str, object]:
@@ -216,7 +217,7 @@ def base_name_of(files: ModelFiles) -> str:
 def config_of(files: ModelFiles, where: str) -> Mapping[str, object]:
     """Returns the configuration of a model; empty if there is none. Raises for damaged JSON."""
     content = files.content.get(CONFIG)
-    return {} if content is None else decode_object(content, f"{where}/{CONFIG}")
+    return {} if content is None else decode_object(content, f"{where}/{CONFIG}", nan=True)
 
 
 def plans_of(

@@ -88,7 +88,10 @@ def other_names(source: Source, state: object) -> Iterator[OtherNames]:
         yield found
     if source.catalog.format == "huggingface":
         yield from _with_prefix(source.catalog, names)
-        yield from _by_mapping(source, config)
+        for name in mappings_for(str(config.get("model_type"))):
+            with suppress(ArgumentError):  # a rule names nothing here, or a size is unknown
+                mapped = Changes(mapping=name).apply(source).catalog
+                yield OtherNames(mapped, f"mapping={name!r}", f"mapping={name!r}")
 
 
 def _with_prefix(catalog: Catalog, names: Set[str]) -> Iterator[OtherNames]:
@@ -104,14 +107,6 @@ def _with_prefix(catalog: Catalog, names: Set[str]) -> Iterator[OtherNames]:
             with suppress(ArgumentError):  # two tensors get one name
                 renamed = map_catalog(Mapped.identity(catalog), changes.mappings[0], {}).catalog
                 yield OtherNames(renamed, f"the names by rename={rename}", f"rename={rename}")
-
-
-def _by_mapping(source: Source, config: Mapping[str, object]) -> Iterator[OtherNames]:
-    """Yields the names by each mapping that ships for the model of a folder (rule 3)."""
-    for name in mappings_for(str(config.get("model_type"))):
-        with suppress(ArgumentError):  # a rule names nothing here, or a size is unknown
-            mapped = Changes(mapping=name).apply(source).catalog
-            yield OtherNames(mapped, f"mapping={name!r}", f"mapping={name!r}")
 
 
 def _of_transformers(
@@ -184,18 +179,18 @@ def _without_wrappers(module: nn.Module) -> nn.Module:
         name: None if one is None else _without_wrappers(one)
         for name, one in module._modules.items()
     }
-    kinds = (one for one in type(module).__mro__ if _is_importable(one))
+    kinds = (
+        one
+        for one in type(module).__mro__
+        if getattr(sys.modules.get(one.__module__), one.__name__, None) is one
+        and issubclass(one, nn.Module)
+    )
     kind = type(module) if "<locals>" in type(module).__qualname__ else next(kinds)
     if kind is type(module) and all(one is module._modules[n] for n, one in children.items()):
         return module
     twin: nn.Module = object.__new__(kind)
     twin.__dict__.update(module.__dict__, _modules=children)
     return twin
-
-
-def _is_importable(kind: type) -> bool:
-    is_there = getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
-    return is_there and issubclass(kind, nn.Module)
 
 
 def _converted(
@@ -336,25 +331,16 @@ def _views_of(
         dim = number(1, "dim") % (rank + (name == "stack"))
         parts = [Inserted(one, dim) for one in inputs] if name == "stack" else inputs
         return [Joined(tuple(parts), dim) if len(parts) > 1 else parts[0]]
-    if name in ("transpose", "t", "permute"):
-        order = [*range(rank)]
-        if name == "permute":
-            order = [dim % rank for dim in args[1]]
-        else:
-            one, other = (number(1, "dim0"), number(2, "dim1")) if name == "transpose" else (0, 1)
-            order[one], order[other] = order[other], order[one]
+    if name == "permute":
+        return [Permuted(view, tuple(dim % rank for dim in args[1]))]
+    if name == "transpose":
+        order, one, other = [*range(rank)], number(1, "dim0"), number(2, "dim1")
+        order[one], order[other] = order[other], order[one]
         return [Permuted(view, tuple(order))]
-    if name in ("split", "split_with_sizes", "chunk"):
+    if name in ("split", "split_with_sizes"):
         dim = number(2, "dim") % rank
         ends = accumulate((one.shape[dim] for one in results), initial=0)
         return [Narrowed(view, dim, lo, hi) for lo, hi in pairwise(ends)]
-    if name == "select":
-        dim, index = number(1, "dim") % rank, number(2, "index") % view.shape[number(1, "dim")]
-        return [Dropped(Narrowed(view, dim, index, index + 1), dim)]
-    if name == "slice" and (len(args) < 5 or args[4] == 1):
-        dim = number(1, "dim") % rank
-        lo = slice(args[2] if len(args) > 2 else None, None).indices(view.shape[dim])[0]
-        return [Narrowed(view, dim, lo, lo + results[0].shape[dim])]
     return []
 
 

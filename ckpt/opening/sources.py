@@ -41,6 +41,7 @@ from ckpt.stores.store import (
 )
 from formats.catalog import Catalog
 from formats.detect import (
+    COREML,
     DCP_METADATA,
     EMPTY,
     HEAD_BYTES,
@@ -48,6 +49,7 @@ from formats.detect import (
     OF_WEIGHTS,
     SAFETENSORS,
     TEXT,
+    files_of_weights,
     folder_format,
     is_shard,
     kind_of,
@@ -58,6 +60,7 @@ from formats.native.manifest import MANIFEST
 from sharding.errors import format_names, without_secrets
 
 SHOWN_NAMES = 8
+ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,13 @@ def open_source(
         # The most likely format comes first: each look at a server is a request.
         catalog = _read_native(store)
         if catalog is not None or not is_file(text, options):
-            with name_folder(store.url):
-                described = _read_folder(store, with_advice) if catalog is None else catalog
+            try:
+                with name_folder(store.url):
+                    described = _read_folder(store, with_advice) if catalog is None else catalog
+            except _SnapshotError as inner:
+                with open_source(join_url(text, str(inner)), options) as source:
+                    yield source
+                return
             yield Source(text, store, _credible(text, described))
             return
     folder, name = split_url(text)
@@ -175,6 +183,50 @@ def _read_file(store: Store, name: str) -> Catalog:
     return kind.read(store, name)
 
 
+class _SnapshotError(Exception):
+    """The folder is the cache of a repository of Hugging Face: the path of its snapshot."""
+
+
+def _snapshot_in(store: Store) -> str:
+    """Returns the snapshot of the main branch in a cache of Hugging Face, or the only one."""
+    there = [name.rstrip("/") for name in store.entries("snapshots")]
+    told = store.read_whole("refs/main", 1000) if "main" in store.entries("refs") else b""
+    wanted = told.decode(errors="replace").strip()
+    if wanted not in there and len(there) != 1:
+        raise NotACheckpointError(
+            f"{store.url}: refs/main names no snapshot of this cache; give one of its "
+            f"{len(there)} snapshots: {store.url}/snapshots/{there[-1] if there else ''}"
+        )
+    return f"snapshots/{wanted if wanted in there else there[0]}"
+
+
+def _of_no_format(store: Store, entries: Sequence[str], with_advice: bool) -> Catalog:
+    """Returns the catalog of a folder with one file of weights, or of adapters in sub-folders.
+
+    Raises NotACheckpointError, ForeignFileError, or _SnapshotError for a cache of Hugging Face.
+    """
+    if {"snapshots/", "blobs/"} <= {*entries}:
+        raise _SnapshotError(_snapshot_in(store))
+    if {"Manifest.json", "Data/"} <= {*entries}:
+        raise ForeignFileError(store.url, COREML.name, COREML.advice)
+    files = files_of_weights(entries)
+    if len(files) == 1:
+        return _read_file(store, files[0])
+    there = _format_entries(entries) if entries else nothing_at(store.url)
+    said = f"{store.url}: no checkpoint here ({there})"
+    if files:
+        one = shlex.quote(join_url(store.url, files[0]))
+        raise NotACheckpointError(f"{said}; give one of its {len(files)} files: ckpt inspect {one}")
+    folders = [name[:-1] for name in entries if name.endswith("/")][:LOOKS]
+    with suppress(OSError):
+        adapters = [one for one in folders if ADAPTER in store.entries(one)]
+        if adapters:
+            from formats.training_folders import join_folders
+
+            return join_folders("huggingface", store, adapters)
+    raise NotACheckpointError(said + (advice_at(store, entries) if with_advice else ""))
+
+
 def _read_folder(store: Store, with_advice: bool = False) -> Catalog:
     try:
         return _catalog_of(store, with_advice)
@@ -200,11 +252,7 @@ def _catalog_of(store: Store, with_advice: bool) -> Catalog:
             f"{store.url}: no checkpoint here, but shards without a {MANIFEST}, of an unfinished "
             "save or of one under way: see `ckpt gc`"
         )
-    if found is None:
-        there = _format_entries(entries) if entries else nothing_at(store.url)
-        advice = advice_at(store, entries) if with_advice else ""
-        raise NotACheckpointError(f"{store.url}: no checkpoint here ({there}){advice}")
-    return found.read(store)
+    return found.read(store) if found is not None else _of_no_format(store, entries, with_advice)
 
 
 def _format_entries(entries: Sequence[str]) -> str:

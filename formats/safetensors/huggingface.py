@@ -79,10 +79,10 @@ class Chosen:
     @classmethod
     def from_name(cls, name: str) -> Chosen:
         """Returns the choice of one file, a whole file or an index."""
-        return cls(name, ()) if name.endswith(INDEX) else cls(None, (name,))
+        return cls(name, ()) if name.endswith(".json") else cls(None, (name,))
 
 
-def choose(names: Iterable[str], ending: str) -> Chosen | None:
+def choose(names: Collection[str], ending: str) -> Chosen | None:
     """Returns the files with an ending (".safetensors" or ".bin") that count, None without one.
 
     Raises FormatError for shards with a missing number, and for several checkpoints.
@@ -92,7 +92,9 @@ def choose(names: Iterable[str], ending: str) -> Chosen | None:
     >>> choose(["a-00001-of-00002.bin", "a-00002-of-00002.bin"], ".bin").files
     ('a-00001-of-00002.bin', 'a-00002-of-00002.bin')
     """
-    present = {name for name in names if name.endswith((ending, ending + INDEX))}
+    variant = re.compile(rf".+{re.escape(ending)}\.index\.[\w-]+\.json")  # of transformers
+    named = (name for name in names if variant.fullmatch(name) or name.endswith(ending + INDEX))
+    present = {*named, *(name for name in names if name.endswith(ending))}
     for base in BASES:
         for name in (base + ending, base + ending + INDEX):
             if name in present:
@@ -250,7 +252,7 @@ def _read_index(reader: Reader, name: str) -> dict[str, str]:
 MAX_SHARD_BYTES = 5_000_000_000
 """The default for the largest data of a shard. A larger tensor has a shard of its own."""
 
-MODULES = "modules.json"
+MODULES, ADAPTER = "modules.json", "adapter_config.json"
 _WHOLE = ".safetensors"
 _INDEX = ".safetensors.index.json"
 
@@ -299,7 +301,11 @@ def module_folders(reader: Reader, present: Sequence[str]) -> tuple[str, ...]:
     """Returns the sub-folders with weights that `modules.json` names: of sentence-transformers.
 
     The first module lies in the folder itself. Others, such as `2_Dense`, are folders of their own.
+    So are further adapters of PEFT.
     """
+    if ADAPTER in present:
+        folders = [name[:-1] for name in reader.entries() if name.endswith("/")]
+        return tuple(folder for folder in folders if ADAPTER in reader.entries(folder))
     if MODULES not in present:
         return ()
     size = reader.size(MODULES)
@@ -340,7 +346,7 @@ def plans(
         start = f"{folder}."
         inside = [tensor for tensor in left if tensor.name.startswith(start)]
         left = [tensor for tensor in left if not tensor.name.startswith(start)]
-        planned += _plans(state, inside, max_shard_bytes, f"{folder}/model", start)
+        planned += _plans(state, inside, max_shard_bytes, f"{folder}/{base}", start)
     return [*planned, *_plans(state, left, max_shard_bytes, base, "")]
 
 

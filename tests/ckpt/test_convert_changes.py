@@ -101,6 +101,14 @@ def test_a_conversion_in_memory_order_reads_the_same(saved: Path, tmp_path: Path
     assert list(ckpt.open(tmp_path / "b.pt")) == ["state.embed.weight.exp_avg"]
 
 
+def test_the_one_model_in_a_top_entry_is_the_model(tmp_path: Path) -> None:
+    optimizer = {"state": {}, "param_groups": []}
+    state = {"app": {"model": {"w": torch.ones(1)}, "optim": optimizer}}  # DCP's own recipe
+    torch.save(state, tmp_path / "s.pt")
+    ckpt.convert(tmp_path / "s.pt", tmp_path / "m.safetensors", part="model")
+    assert list(ckpt.open(tmp_path / "m.safetensors")) == ["w"]
+
+
 @pytest.mark.parametrize(
     ("state", "part", "said"),
     [
@@ -110,9 +118,12 @@ def test_a_conversion_in_memory_order_reads_the_same(saved: Path, tmp_path: Path
             "has none of them; name its model with select=; its top entries are net, o",
         ),
         (
-            {"app": {"model": {"w": torch.ones(1)}, "o": {"state": {}, "param_groups": []}}},
+            {
+                "app": {"model": {"w": torch.ones(1)}, "o": {"state": {}, "param_groups": []}},
+                "ema": {"model": {"w": torch.ones(1)}},
+            },
             "model",
-            "name its model with select=app.model; its top entries are app",
+            "name its model with select=app.model; its top entries are app, ema",
         ),
         (
             {"models": [{"w": torch.ones(1)}, {"w": torch.ones(1)}]},

@@ -1,8 +1,10 @@
 """An error at a place without a checkpoint names the checkpoint that is near it."""
 
+import shlex
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -102,3 +104,70 @@ def test_a_run_in_the_place_of_a_checkpoint_is_told_with_a_checkpoint_of_it(work
         ckpt.latest(work / "runs")
     with pytest.raises(ckpt.NotACheckpointError, match=r"is here; did you mean .*/step-9"):
         ckpt.delete(work / "runs/lm/step-8")
+
+
+@pytest.mark.parametrize("name", ["model.pt", "last.ckpt", "weights.npz", "w.npy", "m.gguf"])
+def test_a_folder_with_one_file_of_weights_is_opened(tmp_path: Path, name: str) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    if name.endswith("npy"):
+        np.save(tmp_path / name, np.ones(2))
+    elif name.endswith((".npz", ".gguf")):
+        ckpt.convert(tmp_path / "a.pt", tmp_path / name)
+    else:
+        torch.save({"w": torch.ones(2)}, tmp_path / name)
+    (tmp_path / "a.pt").unlink()
+    (tmp_path / "README.md").write_text("weights")
+    torch.save({"lr": 1}, tmp_path / "training_args.bin")
+    with ckpt.open(tmp_path) as opened:
+        assert opened[next(iter(opened))][...].tolist() == [1.0, 1.0]
+
+
+def test_a_folder_with_several_files_of_weights_names_the_line_that_opens_one(
+    tmp_path: Path,
+) -> None:
+    for name in ("b.pt", "a b.pt"):
+        torch.save({"w": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(ckpt.NotACheckpointError) as error:
+        ckpt.open(tmp_path)
+    line = str(error.value).rpartition("give one of its 2 files: ")[2]
+    command, verb, path = shlex.split(line)
+    assert (command, verb) == ("ckpt", "inspect")
+    with ckpt.open(path) as opened:
+        assert list(opened) == ["w"]
+
+
+@pytest.mark.parametrize(
+    ("files", "kind"),
+    [
+        (["flax_model.msgpack", "config.json"], "a msgpack file"),
+        (["saved_model.pb"], "a SavedModel"),
+        (["openvino_model.bin", "openvino_model.xml"], "an OpenVINO model"),
+        (["Manifest.json", "Data/a.mlmodel"], "a Core ML model"),
+    ],
+)
+def test_a_folder_of_another_format_is_named_with_the_remedy(
+    tmp_path: Path, files: list[str], kind: str
+) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"\x81\xa1a\x01")
+    with pytest.raises(ckpt.ForeignFileError, match=f"this is {kind}.*; "):
+        ckpt.open(tmp_path)
+
+
+def test_a_cache_of_hugging_face_is_opened_at_the_snapshot_of_main(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    for number, revision in enumerate(("abc", "def")):
+        snapshot = tmp_path / "snapshots" / revision
+        snapshot.mkdir(parents=True)
+        save_file({"w": torch.full((2,), number)}, tmp_path / "blobs" / revision)
+        (snapshot / "model.safetensors").symlink_to(tmp_path / "blobs" / revision)
+    with pytest.raises(ckpt.NotACheckpointError, match=f"{tmp_path}/snapshots/def$"):
+        ckpt.open(tmp_path)
+    (tmp_path / "refs").mkdir()
+    (tmp_path / "refs" / "main").write_text("def")
+    with ckpt.open(tmp_path) as opened:
+        assert opened["w"][...].tolist() == [1, 1]
+    (tmp_path / "refs" / "main").write_text("../../etc")
+    with pytest.raises(ckpt.NotACheckpointError, match="names no snapshot"):
+        ckpt.open(tmp_path)

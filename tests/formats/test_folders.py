@@ -36,6 +36,9 @@ SHARD = "0123456789abcdef-00000.safetensors"
         (["pytorch_model_fsdp_0/", "optimizer_0/", "trainer_state.json"], "trainer", None),
         (["model.safetensors", "optimizer.bin", "random_states_0.pkl"], "accelerate", None),
         (["training_args.bin", "optimizer.pt"], None, None),
+        (["model_index.json", "unet/", "all.safetensors"], "diffusers", "model_index.json"),
+        (["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"], "gguf", "m-00001-of-00002.gguf"),
+        (["m.gguf"], None, None),
     ],
 )
 def test_the_entries_of_a_folder_decide_its_format(

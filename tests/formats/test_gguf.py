@@ -121,6 +121,37 @@ def test_a_tensor_with_the_name_of_the_values_is_read_in_a_file_without_them(
     assert torch.equal(ckpt.read(tmp_path / "a.gguf")["gguf"], torch.ones(2))
 
 
+def split_file(number: int, count: int, kind: int = 0) -> bytes:
+    """A file of a split model: a tensor of its own, and the values of llama.cpp's splits."""
+    values = text("split.no") + struct.pack("<IH", 2, number - 1)
+    values += text("split.count") + struct.pack("<IH", 2, count)
+    if number == 1:
+        values += text("general.architecture") + struct.pack("<I", 8) + text("llama")
+    shape, nbytes = ((2, 32), 68) if kind else ((2, 4), 32)
+    entry = (f"t{number}", shape, kind, 0)
+    return a_file([entry], values, 2 + (number == 1), bytes([number] * nbytes))
+
+
+def test_the_files_of_a_split_model_are_one_checkpoint(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        data = split_file(number, 3, kind=8 * (number == 3))
+        (tmp_path / f"m-0000{number}-of-00003.gguf").write_bytes(data)
+    found = ckpt.read(tmp_path)
+    assert set(found) == {"t1", "t2", "t3", "gguf"}
+    assert found["gguf"] == {"general.architecture": "llama"}
+    assert bytes(found["t2"].flatten().view(torch.uint8).numpy()) == bytes([2] * 32)
+    assert ckpt.verify(tmp_path).sound
+    ckpt.convert(tmp_path, tmp_path / "whole" / "m.gguf")  # the blocks of t3 keep their type
+    with ckpt.open(tmp_path / "whole" / "m.gguf") as whole:
+        assert "Q8_0" in whole.metadata["gguf.quantised"]
+    (tmp_path / "m-00002-of-00003.gguf").unlink()
+    with pytest.raises(FormatError, match="of 00003 files only m-00001-of-00003"):
+        ckpt.read(tmp_path)
+    (tmp_path / "m-00002-of-00004.gguf").write_bytes(split_file(2, 4))
+    with pytest.raises(FormatError, match="several models"):
+        ckpt.read(tmp_path)
+
+
 ONE = ("w", (2, 4), 0, 0)
 
 

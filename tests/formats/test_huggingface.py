@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import ckpt
 from ckpt.stores.store import open_store
 from formats.catalog import Catalog, Outgoing, OutgoingTensor, TensorRef
 from formats.dtypes import BY_NAME, dtype_of_torch
@@ -400,3 +402,39 @@ def test_a_size_is_understood(text: str, size: int):
 def test_what_is_no_size_is_refused_with_examples(text: str):
     with pytest.raises(ValueError, match="write a number of bytes, 500MB or 5GB"):
         parse_size(text)
+
+
+def test_the_index_of_a_variant_has_the_name_that_transformers_gives_it(tmp_path: Path) -> None:
+    shards = [f"model.fp16-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for number, shard in enumerate(shards):
+        safetensors.torch.save_file({f"w{number}": torch.ones(2)}, tmp_path / shard)
+    index = {"weight_map": {f"w{number}": shard for number, shard in enumerate(shards)}}
+    place = tmp_path / "model.safetensors.index.fp16.json"
+    place.write_text(json.dumps(index))
+    with ckpt.open(tmp_path) as opened:
+        assert list(opened) == ["w0", "w1"]
+    assert ckpt.verify(tmp_path).notes == ()
+    index["weight_map"]["w2"] = "model.fp16-00003-of-00002.safetensors"
+    place.write_text(json.dumps(index))
+    with pytest.raises(CorruptError, match="1 of its 3 files are missing"):
+        ckpt.open(tmp_path)
+
+
+def test_a_pipeline_of_diffusers_is_one_checkpoint_of_its_components(tmp_path: Path) -> None:
+    for folder, file in (("unet", "diffusion_pytorch_model"), ("text_encoder", "model.fp16")):
+        (tmp_path / folder).mkdir()
+        safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / folder / f"{file}.safetensors")
+    (tmp_path / "scheduler").mkdir()
+    (tmp_path / "scheduler" / "scheduler_config.json").write_text("{}")
+    index = {name: ["diffusers", "A"] for name in ("unet", "text_encoder", "scheduler")}
+    index |= {"_class_name": "B", "safety_checker": [None, None], "requires": False}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    found = ckpt.read(tmp_path)
+    assert {name: list(item) for name, item in found.items()} == {
+        "unet": ["w"],
+        "text_encoder": ["w"],
+    }
+    assert "not part of the checkpoint: scheduler" in str(ckpt.verify(tmp_path).notes)
+    shutil.rmtree(tmp_path / "unet")
+    with pytest.raises(CorruptError, match=r"names unet/, which is missing"):
+        ckpt.read(tmp_path)

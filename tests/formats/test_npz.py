@@ -96,6 +96,25 @@ def test_slices_are_read_lazily(tmp_path: Path) -> None:
         assert np.array_equal(opened["w"][3:5, ::7].numpy(), array[3:5, ::7])
 
 
+def test_arrays_of_two_bytes_are_those_of_jax_in_bfloat16(tmp_path: Path) -> None:
+    """numpy has no name for the dtype of `ml_dtypes`, and calls its elements void."""
+    wanted = torch.arange(6.0, dtype=torch.bfloat16).reshape(2, 3)
+    array = wanted.view(torch.int16).numpy().view("V2")
+    np.savez_compressed(tmp_path / "a.npz", w=array)
+    np.save(tmp_path / "a.npy", array)
+    for found in (ckpt.read(tmp_path / "a.npz")["w"], ckpt.read(tmp_path / "a.npy")):
+        assert isinstance(found, torch.Tensor)
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+def test_every_version_of_npy_is_read(tmp_path: Path, version: tuple[int, int]) -> None:
+    with (tmp_path / "a.npy").open("wb") as file:
+        np.lib.format.write_array(file, np.arange(3.0), version=version)
+    assert same(ckpt.read(tmp_path / "a.npy"), np.arange(3.0))
+
+
 def test_arrays_that_are_no_tensors_are_shown(tmp_path: Path) -> None:
     values = {
         "objects": np.array([1, "a"], dtype=object),

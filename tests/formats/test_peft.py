@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import ckpt
@@ -53,3 +54,29 @@ class Base(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 4)
+
+
+def adapter(folder: Path, value: float) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    save_file({"w.lora_A.weight": torch.full((2,), value)}, folder / "adapter_model.safetensors")
+
+
+def test_adapters_in_sub_folders_are_one_checkpoint(tmp_path: Path) -> None:
+    for name, value in (("fr", 1.0), ("de", 2.0)):
+        adapter(tmp_path / name, value)
+    found = ckpt.read(tmp_path)
+    assert {name: item["w.lora_A.weight"].tolist() for name, item in found.items()} == {
+        "de": [2.0, 2.0],
+        "fr": [1.0, 1.0],
+    }
+
+
+def test_further_adapters_go_along_with_a_conversion(tmp_path: Path) -> None:
+    adapter(tmp_path / "a", 1.0)
+    adapter(tmp_path / "a" / "de", 2.0)
+    ckpt.convert(tmp_path / "a", tmp_path / "b", to="hf")
+    names = sorted(str(path.relative_to(tmp_path / "b")) for path in (tmp_path / "b").rglob("*.*"))
+    files = ["adapter_config.json", "adapter_model.safetensors"]
+    assert names == [*files, *(f"de/{name}" for name in files)]
+    assert ckpt.read(tmp_path / "b" / "de")["w.lora_A.weight"].tolist() == [2.0, 2.0]

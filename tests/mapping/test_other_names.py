@@ -170,13 +170,11 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "stack": lambda a, b: torch.stack([a, b], 1),
     "cat": lambda a, b: torch.cat([a, b], -1),
     "transpose": lambda a, b: a.transpose(0, 2).contiguous(),
-    "t": lambda a, b: a[0].t(),
     "permute": lambda a, b: a.permute(2, 0, -2),
     "chunk": lambda a, b: torch.chunk(a, 2, dim=1)[1],
     "split": lambda a, b: torch.split(b, [1, 3], dim=1)[1],
-    "slices": lambda a, b: a[:, 1:3][:, -1],
     "pairs": lambda a, b: a.view(2, 2, 2, 6).transpose(1, 2).reshape(8, 6),
-    "one": lambda a, b: a[:1].squeeze(0).unsqueeze(-1).reshape(3, 8),
+    "one": lambda a, b: torch.split(a, 1)[0].squeeze(0).unsqueeze(-1).reshape(3, 8),
     "interleave": lambda a, b: torch.stack([a, b], 2).flatten(1, 2).clone(),
 }
 
