@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ckpt.checking.identity import id as id
     from ckpt.checking.verify import verify
     from ckpt.converting.convert import convert
+    from ckpt.converting.second_output import HuggingFace, SecondOutput
     from ckpt.converting.weighted_sum import WeightedSum
     from ckpt.live.follow import LiveVersion, follow
     from ckpt.live.publish import LiveState, publish
@@ -76,6 +77,8 @@ _WHERE = {
     "Checkpoint": "ckpt.loading.lazy",
     "TensorHandle": "ckpt.loading.lazy",
     "convert": "ckpt.converting.convert",
+    "HuggingFace": "ckpt.converting.second_output",
+    "SecondOutput": "ckpt.converting.second_output",
     "WeightedSum": "ckpt.converting.weighted_sum",
     "merge": "ckpt.run.merge",
     "read_mapping": "ckpt.mapping.changes",
@@ -105,6 +108,7 @@ __all__ = [
     "Checkpoint",
     "Checkpointer",
     "ElasticSampler",
+    "HuggingFace",
     "Identity",
     "Keep",
     "LeftOver",
@@ -115,6 +119,7 @@ __all__ = [
     "RunStep",
     "SaveHandle",
     "Saved",
+    "SecondOutput",
     "TensorHandle",
     "TensorMapping",
     "WeightedSum",

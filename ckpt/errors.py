@@ -39,6 +39,7 @@ __all__ = [
     "ReplacedLoadError",
     "ReplicasWarning",
     "SaveFailedWarning",
+    "SecondOutputWarning",
     "Skipped",
     "SkippedWarning",
     "StateChangedError",
@@ -414,6 +415,10 @@ class FallbackWarning(Picklable, UserWarning):
 
 class SaveFailedWarning(Picklable, UserWarning):
     """A checkpoint of a run was not saved, or not removed. Training goes on."""
+
+
+class SecondOutputWarning(Picklable, UserWarning):
+    """A checkpoint is complete, and its second output (`also=`) was not written."""
 
 
 class UnreadableWarning(Picklable, UserWarning):

@@ -113,6 +113,55 @@ def count_nonfinite(data: memoryview, dtype: DType) -> int:
     return int(np.count_nonzero((bits & bits.dtype.type(sign - 1)) >= infinity))
 
 
+_CAST_ELEMENTS = 1 << 17
+"""Elements that stay in the processor's cache while they are cast."""
+_MOST = {"F32": 0x7F7FFFFF, "F16": 0x477FE000, "BF16": 0x7F7F0000}
+"""The bits, as a float32, of the largest number of a dtype."""
+_PLAIN = {"F32": "f4", "F16": "f2", "F64": "f8"}
+
+
+def cast_plain(source: memoryview, stored: DType, target: memoryview, dtype: DType) -> bool:
+    """Fills `target` with the elements of `source` in another dtype: the bits are those of torch.
+
+    Returns False, with an undefined target, where only torch can: for a number that is not finite
+    or beyond the range of the new dtype, and for other dtypes than floats of 16 and 32 bits.
+
+    >>> import struct
+    >>> target = bytearray(2)
+    >>> cast_plain(memoryview(struct.pack("f", 1.01)), BY_NAME["F32"], memoryview(target),
+    ...            BY_NAME["BF16"]), target.hex()
+    (True, '813f')
+    """
+    import numpy as np  # most writers start without numpy
+
+    if stored.name not in _MOST or dtype.name not in _MOST | _PLAIN:
+        return False
+    read = np.frombuffer(source, "u2" if stored.name == "BF16" else _PLAIN[stored.name])
+    written = np.frombuffer(target, "u2" if dtype.name == "BF16" else _PLAIN[dtype.name])
+    for at in range(0, len(read), _CAST_ELEMENTS):
+        part, into = read[at : at + _CAST_ELEMENTS], written[at : at + _CAST_ELEMENTS]
+        wide = part
+        if stored.name == "BF16":
+            wide = (part.astype("u4") << 16).view("f4")
+        elif stored.name == "F16":
+            wide = part.astype("f4")
+        most = _MOST.get(dtype.name, _MOST["F32"])
+        bits = wide.view("u4")
+        # As integers positive numbers are in order, and negative ones come after them.
+        if bits.view("i4").max() > most or bits.max() > (1 << 31) + most:
+            return False
+        if dtype.name == "BF16":  # to the nearest, and of two as near ones to the even
+            rounded = bits >> 16
+            rounded &= 1
+            rounded += bits
+            rounded += 0x7FFF
+            rounded >>= 16
+            into[:] = rounded
+        else:
+            into[:] = wide
+    return True
+
+
 def dtype_named(name: str, where: str) -> DType:
     """Returns the dtype with this file name. `where` names the file and the tensor in an error."""
     if name not in BY_NAME:

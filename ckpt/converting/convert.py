@@ -50,7 +50,6 @@ from ckpt.converting.targets import (
     folder_writer,
     partial_folder,
 )
-from ckpt.converting.weighted_sum import WeightedSum, check_has_sum, summands
 from ckpt.mapping.apply import Mapped
 from ckpt.mapping.changes import Changes, MappingName, Part, place_of_model, place_of_module
 from ckpt.mapping.model_files import ModelFiles, base_name_of, config_of, plans_of
@@ -70,6 +69,7 @@ from formats.catalog import (
     join,
     without_opaque,
 )
+from formats.dtypes import DType
 from formats.errors import CorruptError, UnsupportedError
 from formats.native.shard import Progress
 from formats.safetensors import file as safetensors_file
@@ -82,6 +82,7 @@ from sharding.errors import ArgumentError, without_secrets
 from sharding.kind import Kind
 
 if TYPE_CHECKING:
+    from ckpt.converting.weighted_sum import WeightedSum
     from sharding.agreement.ranks import Group
 
 __all__ = ["ConvertReport", "convert"]
@@ -307,6 +308,8 @@ def convert(
         StoreError: the disk or object store failed, or the ranks read different checkpoints.
         RankError: another rank failed; it has that rank's number and error.
     """
+    from ckpt.converting.weighted_sum import WeightedSum, check_has_sum, summands  # torch
+
     casts = Casts.of(dtype)
     changes = Changes(
         select=select,
@@ -320,7 +323,7 @@ def convert(
         config=config,
     )
     divided, number = check_kind(kind, world_size)
-    target = _Target(
+    target = Target(
         url=os.fspath(dst),
         format=format_of(os.fspath(dst), to),
         options=storage_options if dst_storage_options is None else dst_storage_options,
@@ -344,24 +347,17 @@ def convert(
         source = stack.enter_context(opening(storage_options))
         if is_first:
             target.check_free(source)
-        changes, beside = _of_weights(changes, source, target.format)
+        changes, beside = of_weights(changes, source, target.format)
         files = changes.model_files(source) if target.format is Format.HUGGINGFACE else None
         if files is not None and changes.config is None and changes.keeps_model(source):
             source = replace(source, catalog=with_modules(source.store, source.catalog))
-        changed = changes.apply(source)
-        found, opaque = _without_opaque(source.url, changed)
+        counted = _count_bytes(progress, told)
+        described = target.describe(source, changes, files, casts, counted)
+        found, state, opaque = described.found, described.state, described.opaque
         if is_sum:
             check_has_sum(source, found.catalog)
-        counted = _count_bytes(progress, told)
         untied = target.unties(files)
-        state = outgoing(source.url, source.store, found.catalog, casts, counted, untied)
-        check_values(target.format, state)
-        lost = losses(source, changes, changed.catalog.tree, state, target.format)
-        if files is not None:
-            lost += check_names(source, changes, state, files)
-        if not allow_loss:
-            check_any_is_left(target.format, state, source.url, opaque)
-            check_nothing_is_lost(source.url, lost)
+        lost = target.check_losses(source, changes, files, described, allow_loss)
         if not dry_run:
             told.doing("writing")
         if not dry_run and resume:
@@ -418,8 +414,21 @@ def _count_bytes(progress: Progress | None, told: Ranks | Clock) -> Progress | N
     return advance
 
 
+@dataclass(frozen=True, slots=True)
+class Described:
+    """The tensors of a source as a target gets them."""
+
+    changed: Mapped
+    """The catalog after all changes."""
+    found: Mapped
+    """The same without opaque values."""
+    opaque: tuple[str, ...]
+    """The names of the opaque values."""
+    state: StoredState
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Target:
+class Target:
     """The place and the format of the result."""
 
     url: str
@@ -480,18 +489,57 @@ class _Target:
         is_untied = config.get("tie_word_embeddings") is False
         return self.format in (Format.NPZ, Format.GGUF) or is_untied
 
+    def describe(
+        self,
+        source: Source,
+        changes: Changes,
+        files: ModelFiles | None,
+        casts: Casts,
+        progress: Progress | None = None,
+        is_located: bool = False,
+    ) -> Described:
+        """Returns the tensors to write. `is_located` is as for `outgoing`. Raises as `convert`."""
+        changed = changes.apply(source)
+        found, opaque = _without_opaque(source.url, changed)
+        where, untied = (source.url, source.store), self.unties(files)
+        state = outgoing(*where, found.catalog, casts, progress, untied, is_located)
+        return Described(changed, found, opaque, state)
+
+    def check_losses(
+        self,
+        source: Source,
+        changes: Changes,
+        files: ModelFiles | None,
+        described: Described,
+        allow_loss: bool,
+    ) -> tuple[str, ...]:
+        """Returns a line for each weight that would be lost. Raises unless that is allowed."""
+        state = described.state
+        check_values(self.format, state)
+        lost = losses(source, changes, described.changed.catalog.tree, state, self.format)
+        if files is not None:
+            lost += check_names(source, changes, state, files)
+        if not allow_loss:
+            check_any_is_left(self.format, state, source.url, described.opaque)
+            check_nothing_is_lost(source.url, lost)
+        return lost
+
     def plans(
         self, state: StoredState, files: ModelFiles | None, casts: Casts
     ) -> Sequence[FilePlan]:
         """Returns the files of a format other than ckpt's."""
+        beside: Sequence[FilePlan] = ()
+        if self.format is Format.HUGGINGFACE:
+            beside = plans_of(files or ModelFiles(), casts, dtypes_of(state), "the source")
+        return [*beside, *self.tensor_plans(state, files)]
+
+    def tensor_plans(self, state: StoredState, files: ModelFiles | None) -> Sequence[FilePlan]:
+        """Returns the files with tensors, and their index, of a format other than ckpt's."""
         name = split_url(self.url)[1]
         match self.format:
             case Format.HUGGINGFACE:
-                dtypes = {tensor.dtype for tensor in state.tensors.values()}
-                files = files or ModelFiles()
-                beside = plans_of(files, casts, dtypes, "the source")
-                base, modules = base_name_of(files), state.modules
-                return [*beside, *huggingface.plans(state, self.max_shard_bytes, base, modules)]
+                base, modules = base_name_of(files or ModelFiles()), state.modules
+                return huggingface.plans(state, self.max_shard_bytes, base, modules)
             case Format.DCP:
                 return dcp.plans(state)
             case Format.SAFETENSORS:
@@ -509,7 +557,7 @@ class _Target:
         if self.format is not Format.CKPT:
             is_far = local_path(self.url) is None
             plans = self.plans(state, files, casts)
-            write_plans(ranks, state.copier, self._open_writer, plans, is_far)
+            write_plans(ranks, state.copier, self.open_writer, plans, is_far)
             return
         tensors = state.tensors.values()
         if self.kind is not None and self.world_size is not None:
@@ -527,7 +575,7 @@ class _Target:
             state.copier.write(journal.writer(writer), journal.incomplete(plans))
 
     @contextmanager
-    def _open_writer(self) -> Iterator[Writer]:
+    def open_writer(self) -> Iterator[Writer]:
         """Returns a writer for the files, which then take their place; not for ckpt's format."""
         if not self.format.is_file:
             with folder_writer(self.url, self.options, self.overwrite) as writer:
@@ -541,9 +589,12 @@ class _Target:
             yield writer
 
 
-def _of_weights(
-    changes: Changes, source: Source, chosen: Format
-) -> tuple[Changes, tuple[str, ...]]:
+def dtypes_of(state: Outgoing) -> set[DType]:
+    """Returns the dtypes of the written tensors."""
+    return {tensor.dtype for tensor in state.tensors.values()}
+
+
+def of_weights(changes: Changes, source: Source, chosen: Format) -> tuple[Changes, tuple[str, ...]]:
     """Returns the changes with the place of the weights, and the keys beside it.
 
     They are unchanged if the caller named a part, or the format holds more than weights. A Hugging

@@ -186,10 +186,12 @@ def outgoing(
     casts: Casts = NO_CASTS,
     progress: Callable[[int], None] | None = None,
     untied: bool = False,
+    is_located: bool = False,
 ) -> StoredState:
     """Returns the tensors of a catalog to write, under the names in its tree.
 
-    With `untied`, each tied name is a tensor of its own.
+    With `untied`, each tied name is a tensor of its own. `is_located` says that all elements are
+    known to be stored.
 
     Raises:
         ArgumentError: a pattern of `casts` matches no name, or tied names get two dtypes.
@@ -215,7 +217,8 @@ def outgoing(
                 _check_alike(path, casts.written_dtype(path, record), first, sources[first].dtype)
             aliases[path] = first
             return TensorRef(first)
-        check_located(record)
+        if not is_located:
+            check_located(record)
         if record.strides is not None and record.strides != row_major(record.shape):
             strides[path] = record.strides
         source = sources[path] = CopySource(record, casts.written_dtype(path, record))

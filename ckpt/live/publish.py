@@ -369,7 +369,7 @@ class _Version:
         """Seals this rank's part, and gives it to the server of this host."""
         file, hosts = self.attempt.file_name, self.live.hosts
         job = SealJob(hosts.name, self.number, file, self.attempt.plan)
-        return place.writer().seal(seal_job_message(job), place.arena, f"{self.handle.url}/{file}")
+        return place.writer().call(seal_job_message(job), place.arena, f"{self.handle.url}/{file}")
 
     def end(self, ranks: Ranks, written: ShardSummary | None, error: Exception | None) -> None:
         """Commits the version, once all files are where they belong."""

@@ -197,6 +197,20 @@ def adapter_config_in(reader: Reader, catalog: Catalog) -> Mapping[str, object]:
     return decode_object(saved, f"{reader.url}: peft_config")
 
 
+def read_configs(place: str | os.PathLike[str]) -> ModelFiles:
+    """Returns the configurations of a model or adapter, of whose folder no other file is read.
+
+    Raises NotACheckpointError if there is none.
+    """
+    folder = folder_of(place)
+    with open_store(folder) as store:
+        there = sorted({CONFIG, ADAPTER} & set(store.names()))
+        if not there:
+            raise _nothing_at(folder)
+        most = current().header_bytes
+        return ModelFiles({name: store.read_whole(name, most) for name in there})
+
+
 def read_config(place: str | os.PathLike[str], options: Options = None) -> Mapping[str, object]:
     """Returns the configuration of a model, of whose folder no other file is read.
 

@@ -45,6 +45,10 @@ class InFlight(Protocol):
         """Returns the save's error if no caller has seen it, and counts it as seen from now on."""
         ...
 
+    def warn_untold(self, stacklevel: int = 2) -> None:
+        """Gives a warning of the save that no caller has seen."""
+        ...
+
 
 class SaveQueue:
     """The saves that follow one another: the last of them, and the turn to begin the next."""
@@ -104,6 +108,8 @@ class SaveQueue:
     def raise_untold(self) -> None:
         """Raises BackgroundError if the last background save failed and its error is unseen."""
         error = None if self._last is None else self._last.untold()
+        if self._last is not None:
+            self._last.warn_untold(stacklevel=4)
         if error is not None:
             raise BackgroundError(
                 f"{self.url()}: the save in the background failed, there is no new checkpoint: "
@@ -128,6 +134,8 @@ class SaveQueue:
                 f"ckpt: {without_secrets(self.url())}: the save in the background failed, there is "
                 f"no new checkpoint: {type(error).__name__}: {error}\n"
             )
+        if self._last is not None:
+            self._last.warn_untold()
 
 
 _queues: WeakSet[SaveQueue] = WeakSet()

@@ -46,7 +46,7 @@ from ckpt.run.history import (
 from ckpt.run.local_tier import LocalOptions, LocalTier, local_options
 from ckpt.run.memory_tier import Memory, MemoryTier
 from ckpt.run.policy import Failures, Keep, OnFailure, best_first
-from ckpt.run.saves import LastGiven, RunSaves, SaveArguments, check_metadata
+from ckpt.run.saves import LastGiven, Outputs, RunSaves, SaveArguments, check_metadata
 from ckpt.saving.agreement import StoredDtypes
 from ckpt.saving.staging import COPIED, When
 from ckpt.state.patterns import Rename
@@ -107,6 +107,8 @@ class Checkpointer(Uncopied):
         timeout: float = TIMEOUT_SECONDS,
         read_only: bool = False,
         save_on_exception: bool = False,
+        also: Outputs | None = None,
+        also_every: int | None = None,
     ) -> None:
         """All ranks of `group` call this, with equal arguments. Writes no file.
 
@@ -142,6 +144,13 @@ class Checkpointer(Uncopied):
                 must leave by an exception too, within `deadline` or 30 seconds; else nothing is
                 saved (docs/runs.md).
 
+            also: a second output of checkpoints, as that of `ckpt.save`, with `{step}` in its
+                place: `ckpt.HuggingFace("hf/step-{step}")`. One that fails, also because its place
+                is taken, is a warning. `keep` removes none. The save after a signal or an exception
+                has none.
+            also_every: write it at each step that is a multiple of this, with a checkpoint; by
+                default with each checkpoint of the folder.
+
         Raises:
             ArgumentError: an argument is wrong.
             MisuseError: this is not the main thread, and there are signals to handle.
@@ -150,7 +159,12 @@ class Checkpointer(Uncopied):
         """
         self.url = absolute(url)
         self._keep = keep or Keep()
-        self._schedule = Schedule(every_steps, every_seconds, continuously)
+        self._schedule = Schedule(every_steps, every_seconds, continuously, also_every)
+        self._also = also
+        if also is not None:
+            also.check_steps()
+        elif also_every is not None:
+            raise ArgumentError(f"also_every={also_every} is the period of also=, which is missing")
         self._failures = Failures(on_failure)
         self._arguments = SaveArguments(
             blocking=blocking,
@@ -179,7 +193,7 @@ class Checkpointer(Uncopied):
         """Whether an exception has ended the loop."""
         self._local: LocalTier | None = None
         self._memory: MemoryTier | None = None
-        how = (blocking, staging, compress, replicas, on_failure, memory, save_on_exception)
+        how = (blocking, staging, compress, replicas, on_failure, memory, save_on_exception, also)
         local_ones = (local_every_steps, local_keep)
         seconds = (deadline, None if timeout is None else float(timeout))
         arguments = (self.url, self._keep, self._schedule, how, local_ones, seconds)
@@ -294,7 +308,10 @@ class Checkpointer(Uncopied):
         if tier is None:
             self._due.saves()
         is_last = self._due.preempted_by is not None or self._is_ending
-        is_saved = saves.begin(step, state, written, tier, is_last, dtype)
+        has_output = self._schedule.also_every is None or self._schedule.by_output(step)
+        also = None if tier is not None or is_last or not has_output else self._also
+        output = None if also is None else also.at(step)
+        is_saved = saves.begin(step, state, written, tier, is_last, dtype, output)
         if tier is None:
             self._due.was_saved(step)
             number = self._due.preempted_by

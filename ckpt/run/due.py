@@ -53,17 +53,25 @@ class Schedule:
     """Due once so many seconds have passed since the last save began, by the clock of rank 0."""
     continuously: bool = False
     """Due as soon as the last checkpoint is durable."""
+    also_every: int | None = None
+    """Due, with a second output, at each step that is a multiple of this."""
 
     def __post_init__(self) -> None:
-        steps, seconds = self.every_steps, self.every_seconds
-        if steps is not None and (type(steps) is not int or steps < 1):
-            raise ArgumentError(f"every_steps={steps!r}: give a whole number of at least 1")
+        numbers, seconds = (self.every_steps, self.also_every), self.every_seconds
+        for name, steps in zip(("every_steps", "also_every"), numbers, strict=True):
+            if steps is not None and (type(steps) is not int or steps < 1):
+                raise ArgumentError(f"{name}={steps!r}: give a whole number of at least 1")
         if seconds is not None:
             check_seconds("every_seconds", seconds)
 
     def by_step(self, step: int) -> bool:
         """Returns whether the number of the step alone makes a checkpoint due."""
-        return self.every_steps is not None and step % self.every_steps == 0
+        every = self.every_steps
+        return (every is not None and step % every == 0) or self.by_output(step)
+
+    def by_output(self, step: int) -> bool:
+        """Returns whether a second output of its own period is due."""
+        return self.also_every is not None and step % self.also_every == 0
 
     def by_clock(self, seconds_since_save: float, is_saving: bool) -> bool:
         """Returns whether the time since the last save makes a save due. Rank 0 calls this."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -28,7 +28,7 @@ from ckpt.run.owner import Ownership
 from ckpt.run.policy import Failures, Keep, check_seconds
 from ckpt.run.removal import Tidying
 from ckpt.saving.agreement import SaveOptions, StoredDtypes
-from ckpt.saving.background import SaveHandle
+from ckpt.saving.background import Also, SaveHandle
 from ckpt.saving.save import save_with
 from ckpt.saving.staging import When, optimizers, runs_hooks
 from ckpt.step_names import folder_name
@@ -41,6 +41,18 @@ from sharding.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
     from sharding.agreement.ranks import Group
+
+
+class Outputs(Protocol):
+    """The second outputs of a run's checkpoints (`ckpt.converting.second_output`)."""
+
+    def at(self, step: int) -> Also:
+        """Returns the output of a step."""
+        ...
+
+    def check_steps(self) -> None:
+        """Raises ArgumentError if the steps have no places of their own."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +232,7 @@ class RunSaves:
         tier: LocalTier | None,
         is_last: bool,
         dtype: StoredDtypes,
+        also: Also | None,
     ) -> bool:
         """Begins a save to the folder of the run, or of this host; returns False if it fails.
 
@@ -254,6 +267,8 @@ class RunSaves:
                 when_busy="wait",
                 storage_options=how.storage_options if tier is None else None,
                 timeout=seconds,
+                also=also,
+                checks_also=False,
             )
         except Exception as error:
             self._count_failure(error)

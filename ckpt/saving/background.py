@@ -15,16 +15,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any, Protocol, TypeVar
+from warnings import warn
 
 from ckpt.arguments import Uncopied, workers_for
 from ckpt.display import printable, size
-from ckpt.errors import CkptError, StoreError, WaitTimeoutError
+from ckpt.errors import CkptError, SecondOutputWarning, StoreError, WaitTimeoutError
 from ckpt.opening.in_flight import SaveQueue, saves
 from ckpt.saving.agreement import SaveAttempt, finish
 from ckpt.saving.staging import OVERLAPPED, Staging, When, addresses_of_hooked, slots
 from ckpt.saving.writers import ArenaWriter, arena_writer, write_here
 from ckpt.state.flatten import Leaf
-from ckpt.stores.store import absolute, open_store, place_elsewhere
+from ckpt.state.state_spec import StateSpec
+from ckpt.stores.store import Options, Store, absolute, open_store, place_elsewhere
+from ckpt.transfer.write_job import call_message, read_call
 from formats.native.manifest import STAGED_SECONDS
 from formats.native.shard import Progress, ShardSummary
 from sharding.agreement.call_events import Clock
@@ -37,6 +40,72 @@ T = TypeVar("T")
 
 CALL = "a save in the background"
 """The name of the call in events, and in other ranks' errors."""
+
+
+class Also(Protocol):
+    """A second output of a save (`ckpt.converting.second_output`)."""
+
+    @property
+    def place(self) -> Any:
+        """The file or folder."""
+        ...
+
+    @property
+    def storage_options(self) -> Options:
+        """The options of its store's driver."""
+        ...
+
+    def check(self, store: Store, is_first: bool) -> None:
+        """Raises if the output cannot be written; `store` is the folder of the checkpoint."""
+        ...
+
+    def plan(self, store: Store, described: StateSpec) -> object:
+        """Raises, alike on all ranks, if the state has no such output."""
+        ...
+
+    def write(self, ranks: Ranks, save: CommittedSave) -> None:
+        """Writes the output; it exists when this returns, or all ranks raise."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedSave:
+    """A save that is committed, with this rank's bytes still in memory."""
+
+    url: str
+    options: Mapping[str, Any] = field(repr=False)
+    attempt: SaveAttempt
+    data: memoryview | Callable[[int, memoryview], None]
+    """The bytes, or a function that fills memory with those from a place on."""
+    arena_writer: ArenaWriter | None = None
+    """The arena that has the bytes, and its writer."""
+
+    def write_also(self, ranks: Ranks, also: Also) -> SecondOutputWarning | None:
+        """Writes a second output. Returns the warning if that fails, on all ranks."""
+        _, error = _attempt(lambda: also.write(ranks, self))
+        if error is None:
+            return None
+        place = without_secrets(str(also.place))
+        return SecondOutputWarning(
+            f"{without_secrets(self.url)} is complete, and its second output {place} was not "
+            f"written: {type(error).__name__}: {error}; `ckpt convert` writes it from the "
+            "checkpoint"
+        )
+
+    def call(self, function: str, job: Mapping[str, Any], also: Also) -> ShardSummary:
+        """Returns the result of a function with the bytes (`call_message`).
+
+        The writer process calls it if it reaches the places, and has the bytes; else this thread.
+        """
+        message, writer = call_message(function, job), None
+        places = ((self.url, self.options), (str(also.place), also.storage_options or {}))
+        if self.arena_writer is not None and all(place_elsewhere(*place) for place in places):
+            with suppress(StoreError):
+                writer = self.arena_writer.writer()
+        if writer is not None and self.arena_writer is not None:
+            return writer.call(message, self.arena_writer.arena, str(also.place))
+        called, fields = read_call(message)
+        return called(fields, self.data, -1, lambda nbytes: None)
 
 
 def lasting(attempt: SaveAttempt) -> SaveAttempt:
@@ -91,6 +160,7 @@ class Folder:
     """The options of the store's driver."""
     progress: Progress | None
     queue: SaveQueue = saves
+    also: Also | None = None
 
     def arena_writer(self) -> ArenaWriter:
         """Returns the arena writer of all saves to stores."""
@@ -111,11 +181,22 @@ class Folder:
             return write_here(job, data, place.arena, self.progress)
         return writer.write(job, self.progress)
 
+    def end_also(self, ranks: Ranks, data: memoryview, place: ArenaWriter) -> None:
+        """Writes the second output, if there is one; a failure is the handle's warning."""
+        if self.also is not None:
+            url, attempt = self.handle.url, self.attempt
+            save = CommittedSave(url, self.options, attempt, data, place)
+            self.handle.note_also(str(self.also.place), save.write_also(ranks, self.also))
+
     def end(self, ranks: Ranks, written: ShardSummary | None, error: Exception | None) -> None:
         """Commits the checkpoint."""
         attempt = self.attempt.with_note(STAGED_SECONDS, f"{self.handle.staged_seconds:.3f}")
         with open_store(self.handle.url, self.options) as store:
             finish(store, ranks, attempt, written, error)
+
+
+After = Callable[[Ranks, memoryview, ArenaWriter], None]
+"""Called with the ranks' connections, this rank's bytes, and their arena and writer."""
 
 
 def begin(
@@ -124,11 +205,13 @@ def begin(
     leaves: Sequence[Leaf],
     ranks: Ranks,
     when: When,
+    after: After | None = None,
 ) -> None:
     """Copies the tensors that the call must copy, and starts the rest of the save in a thread.
 
-    `ranks` are those of the continuation, which hear the thread's result. Raises no error: from
-    here on errors are the handle's, because the other ranks wait for this rank's report.
+    The thread calls `after` once the save is committed, on all ranks. `ranks` are those of the
+    continuation, which hear the thread's result. Raises no error: from here on errors are the
+    handle's, because the other ranks wait for this rank's report.
     """
     handle = target.handle
     staged: list[_Staged] = []
@@ -145,7 +228,7 @@ def begin(
 
     try:
         _, error = result_or_error(stage)
-        save = _Save(target, ranks, taken)
+        save = _Save(target, ranks, taken, after)
         # A daemon: `ckpt.opening.in_flight` waits for it at exit, while it can still finish.
         thread = threading.Thread(
             target=save.run, args=(staged, error), name="ckpt-save", daemon=True
@@ -186,6 +269,7 @@ class _Save:
     _target: Target
     _ranks: Ranks
     _taken: threading.Lock
+    _after: After | None = None
 
     def run(self, staged: list[_Staged], error: Exception | None) -> None:
         """Copies, writes, commits; the handle tells of errors."""
@@ -197,13 +281,16 @@ class _Save:
             return
         clock = Clock(CALL, self._ranks.rank, self._ranks.world_size)
         place = staged[0].arena_writer if staged else None
+        kept = [staged[0].data] if staged and self._after is not None else []
+        """The bytes, which no view of the arena outlives."""
         written = None
         if error is None:
             written, error = _attempt(lambda: self._write(staged.pop(), clock))
             clock.end_stage(_name_of(error))
         _let_go(staged)
         handle.mark_staged()
-        _, ended = _attempt(lambda: self._end(written, error, clock))
+        _, ended = _attempt(lambda: self._end(written, error, clock, kept, place))
+        kept.clear()
         clock.end(_name_of(ended))
         if place is not None:
             _attempt(lambda: self._touch(place))
@@ -227,9 +314,18 @@ class _Save:
         """Touches the arena if this save filled new memory: the next save has no page faults."""
         place.arena.touch(workers_for(self._target.attempt.mesh.size))
 
-    def _end(self, written: ShardSummary | None, error: Exception | None, clock: Clock) -> None:
+    def _end(
+        self,
+        written: ShardSummary | None,
+        error: Exception | None,
+        clock: Clock,
+        kept: list[memoryview],
+        place: ArenaWriter | None,
+    ) -> None:
         with self._ranks.call(CALL, clock=clock):
             self._target.end(self._ranks, written, error)
+            if self._after is not None and place is not None:
+                self._after(self._ranks, kept.pop(), place)
 
 
 def _abandon(handle: SaveHandle, staged: list[_Staged]) -> None:
@@ -268,7 +364,9 @@ class Saved:
     staged_seconds: float
     """The time from the call until everything was copied."""
     seconds: float
-    """The time from the call until the checkpoint existed."""
+    """The time from the call until the checkpoint, and its second output, existed."""
+    also: str = ""
+    """The place of the second output, if it was written."""
 
 
 class SaveHandle(Uncopied):
@@ -288,6 +386,8 @@ class SaveHandle(Uncopied):
         self._help: Callable[[], None] = lambda: None
         self._error: Exception | None = None
         self._saved: Saved | None = None
+        self._also = ""
+        self._warning: SecondOutputWarning | None = None
         self._is_told = False
         self._lock = threading.Lock()
         self._followers: list[Callable[[Exception | None], None]] = []
@@ -310,10 +410,11 @@ class SaveHandle(Uncopied):
         return self._finished.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Returns once the checkpoint exists, on every rank that waits.
+        """Returns once the checkpoint exists, on every rank that waits, and its second output.
 
-        Raises WaitTimeoutError after `timeout` seconds, while the save goes on. If the save has
-        failed, raises its error; RankError if another rank failed.
+        Warns if the second output failed. Raises WaitTimeoutError after `timeout` seconds, while
+        the save goes on. If the save has failed, raises its error; RankError if another rank
+        failed.
         """
         if not self._finished.wait(timeout):
             done, total = self.progress()
@@ -324,6 +425,7 @@ class SaveHandle(Uncopied):
         error = self.untold() or self._error
         if error is not None:
             raise error
+        self.warn_untold(stacklevel=3)
 
     def result(self, timeout: float | None = None) -> Saved:
         """Waits as `wait` does, and returns the figures of the save."""
@@ -362,6 +464,12 @@ class SaveHandle(Uncopied):
         told, self._is_told = self._is_told, True
         return None if told else self._error
 
+    def warn_untold(self, stacklevel: int = 2) -> None:
+        """Gives the warning about the second output, once."""
+        warning, self._warning = self._warning, None
+        if warning is not None:
+            warn(warning, stacklevel=stacklevel)
+
     def when_finished(self, follow: Callable[[Exception | None], None]) -> None:
         """Calls `follow` with the error, or None, once the save is over; the error stays unseen.
 
@@ -391,6 +499,10 @@ class SaveHandle(Uncopied):
         self._staged_seconds = time.perf_counter() - self._started
         self._staged.set()
 
+    def note_also(self, place: str, warning: SecondOutputWarning | None) -> None:
+        """Notes the second output, or the warning that it failed."""
+        self._also, self._warning = "" if warning else place, warning
+
     def mark_finished(self, error: Exception | None) -> None:
         """Notes that the save is over, with its error if it failed."""
         self.mark_staged()
@@ -398,7 +510,8 @@ class SaveHandle(Uncopied):
         self._progress = lambda: written
         seconds = time.perf_counter() - self._started
         self._error = error
-        self._saved = None if error else Saved(self.url, written, self._staged_seconds, seconds)
+        figures = (self.url, written, self._staged_seconds, seconds, self._also)
+        self._saved = None if error else Saved(*figures)
         with self._lock:
             self._finished.set()
             followers, self._followers = self._followers, []

@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import os
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, get_args, overload
+from warnings import warn
 
 from ckpt.arguments import WhenBusy, check_order, check_word, workers_for
 from ckpt.errors import BusyError, RankError
 from ckpt.opening import in_flight
-from ckpt.plan.save_plan import choose_layouts, pause_collection, plan_save
+from ckpt.plan.save_plan import WriteItem, choose_layouts, pause_collection, plan_save
 from ckpt.saving.agreement import (
     SaveAttempt,
     SaveOptions,
@@ -29,11 +33,11 @@ from ckpt.saving.agreement import (
     check_options,
     finish,
 )
-from ckpt.saving.background import Folder, SaveHandle, begin, lasting
+from ckpt.saving.background import Also, CommittedSave, Folder, SaveHandle, begin, lasting
 from ckpt.saving.staging import When
 from ckpt.saving.writers import arena_writer
 from ckpt.state.flatten import FlatState, Leaf, flatten
-from ckpt.state.memory import outgoing
+from ckpt.state.memory import blocks, outgoing
 from ckpt.state.merged_state import agree_on_state, spec_of
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.store import Options, Store, absolute, local_path, open_store
@@ -67,6 +71,7 @@ def save(
     when_busy: WhenBusy = "wait",
     storage_options: Options = None,
     timeout: float = TIMEOUT_SECONDS,
+    also: Also | None = None,
 ) -> SaveHandle: ...
 
 
@@ -88,6 +93,7 @@ def save(
     when_busy: WhenBusy = "wait",
     storage_options: Options = None,
     timeout: float = TIMEOUT_SECONDS,
+    also: Also | None = None,
 ) -> SaveHandle | None: ...
 
 
@@ -108,6 +114,7 @@ def save(
     when_busy: WhenBusy = "wait",
     storage_options: Options = None,
     timeout: float = TIMEOUT_SECONDS,
+    also: Also | None = None,
 ) -> SaveHandle | None:
     """Returns, on every rank, once a committed checkpoint of `state` exists at `url`.
 
@@ -153,6 +160,10 @@ def save(
             the driver's environment variables need no options (docs/stores.md).
         timeout: the most seconds that a rank waits for another, in the call and in the background.
             Then all raise a RankError that names the missing rank.
+        also: a second output: the weights for `from_pretrained` (`ckpt.HuggingFace`), or a file or
+            folder of another format (`ckpt.SecondOutput`), written from the same copy of the state
+            once the checkpoint is committed. A failure then is a SecondOutputWarning on all ranks,
+            and the checkpoint stays.
 
     Raises:
         ArgumentError: an option does not have such a value, or the state stands before the URL.
@@ -189,6 +200,7 @@ def save(
         when_busy=when_busy,
         storage_options=storage_options,
         timeout=timeout,
+        also=also,
     )
 
 
@@ -204,8 +216,13 @@ def save_with(
     when_busy: WhenBusy,
     storage_options: Options,
     timeout: float | None,
+    also: Also | None = None,
+    checks_also: bool = True,
 ) -> SaveHandle | None:
-    """As `save`, but makes the options inside the call, so that all ranks hear of a wrong one."""
+    """As `save`, but makes the options inside the call, so that all ranks hear of a wrong one.
+
+    Unless `checks_also`, a second output that cannot be written is a warning after the save.
+    """
     started = time.perf_counter()
     ranks = Ranks(group, timeout)
     later = None if blocking else Ranks(group, timeout, "saves in the background")
@@ -222,6 +239,8 @@ def save_with(
                 check_word("staging", staging, get_args(When))
                 check_free(in_flight.saves, when_busy, turn, ranks.is_single_process)
                 check_options(ranks, store, options)
+                if also is not None and checks_also:
+                    also.check(store, ranks.rank == 0)
 
             seconds = None if timeout is None else float(timeout)
             arguments = {"staging": staging, "when_busy": when_busy, "timeout": seconds}
@@ -234,19 +253,44 @@ def save_with(
                     raise BusyError(str(error)) from error
                 raise
             attempt = replace(attempt, is_new=is_new)
+            if also is not None and checks_also:
+                also.plan(store, attempt.described)
             if later is not None:
                 later.connect()
                 handle = SaveHandle(absolute(url), attempt.plan.nbytes, started)
                 begun.append(handle)
-                target = Folder(handle, lasting(attempt), store.options, progress)
+                target = Folder(handle, lasting(attempt), store.options, progress, also=also)
                 ranks.doing("copying the state")
-                begin(target, state, leaves, later, staging)
+                after = None if also is None else target.end_also
+                begin(target, state, leaves, later, staging, after)
                 return handle
             ranks.doing("writing")
             written, failed = result_or_error(lambda: _write(store, attempt, leaves, progress))
             ranks.count(attempt.plan.nbytes)
             finish(store, ranks, attempt, written, failed)
+            if also is not None:
+                url, fill = absolute(url), partial(_fill, attempt.plan.items, leaves)
+                committed = CommittedSave(url, store.options, attempt, fill)
+                warning = committed.write_also(ranks, also)
+                if warning is not None:
+                    warn(warning, stacklevel=3)
             return None
+
+
+def _fill(
+    items: Sequence[WriteItem], leaves: Sequence[Leaf], offset: int, target: memoryview
+) -> None:
+    """Fills memory with the bytes of items, end to end, from byte `offset` on."""
+    at = bisect_right(items, offset, key=attrgetter("offset")) - 1
+    while len(target):
+        item = items[at]
+        size = item.dtype.itemsize
+        lo = item.lo + (offset - item.offset) // size
+        hi = min(item.hi, lo + len(target) // size)
+        for block in blocks(leaves[item.source].local, lo, hi, item.dtype):
+            target[: len(block)] = block
+            target, offset = target[len(block) :], offset + len(block)
+        at += 1
 
 
 def check_free(

@@ -65,10 +65,10 @@ class WriterProcess:
         """
         return self._do(job_message(job), None, progress, f"{job.url}/{job.name}")
 
-    def seal(self, job: bytes, arena: Arena, where: str) -> ShardSummary:
-        """As `write`, for a live state's part in `arena`, which goes to the server of this host.
+    def call(self, job: bytes, arena: Arena, where: str) -> ShardSummary:
+        """As `write`, for a job of another room (`call_message`), with the bytes in `arena`.
 
-        `job` is a message of `ckpt.live.sealing`; `where` is the file, for errors.
+        `where` is the place that the job writes to, for errors.
         """
         return self._do(job, arena, None, where)
 

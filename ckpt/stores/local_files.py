@@ -294,7 +294,9 @@ class LocalFileWriter:
 def join_file(path: str, shown: str) -> Iterator[LocalFileWriter]:
     """Returns a writer of a file that another process has begun; durable if the block succeeds."""
     with explained_on_disk("opening", shown):
-        descriptor = os.open(path, os.O_RDWR)
+        # Not for reads: a network file system would fill the rest of a page, and write all of it
+        # over the bytes of other hosts.
+        descriptor = os.open(path, os.O_WRONLY)
     try:
         yield LocalFileWriter(descriptor, shown, path)
         with explained_on_disk("flushing", shown):

@@ -20,12 +20,16 @@ add them one at a time.
 
 from __future__ import annotations
 
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
+from math import prod
 from mmap import mmap
+from operator import mul
 from typing import Generic, TypeVar
 
 from ckpt.arguments import memory_budget, workers_for
@@ -41,7 +45,8 @@ from ckpt.plan.copy_plan import (
 from ckpt.plan.read_plan import requests_for
 from ckpt.transfer.read import FAR_WORKERS, THREAD_BYTES, RangeReader, ReadPolicy
 from ckpt.transfer.record_sums import RecordSums, Verify, run_twice
-from formats.catalog import Chunk, FilePlan, Late, OutgoingTensor, length_of
+from formats.catalog import Chunk, FilePlan, Late, OutgoingTensor, TensorRecord, length_of
+from formats.dtypes import DType, cast_plain
 from formats.native.shard import RECORD, Progress
 from formats.native.shard_writer import record_of
 from formats.storage import (
@@ -54,6 +59,7 @@ from formats.storage import (
     Writer,
 )
 from formats.zip_plan import SummedRanges, crc32
+from sharding.layout import Box, Piece, Shape
 
 UNIT_BYTES = 1 << 20
 """Bytes of a unit, with which a thread stays in its processor's cache."""
@@ -173,9 +179,116 @@ class FileCopier:
         pieces = pieces_of_range(record.shape, lo, hi)
         self.ranges.run(requests_for(record, pieces), [stored])
         if dtype != record.dtype:
-            from ckpt.state.memory import cast_into  # torch, which only casts need
+            _cast(record, stored, memory, dtype)
 
-            cast_into(record.name, stored, record.dtype, memory, dtype)
+    def write_pieces(self, file: PlacedFileWriter, plan: FilePlan, with_literals: bool) -> None:
+        """Writes those elements of a file's tensors that the sources have, each at its place.
+
+        The sources may have a part of a tensor: other processes write the rest of the file.
+        `with_literals` also writes the bytes between the tensors. For plans without checksums.
+        """
+        at = 0
+        for part in plan.parts:
+            if isinstance(part, OutgoingTensor):
+                source = self.source_of(part.name)
+                itemsize = source.dtype.itemsize
+                spans, boxes = _own_parts(source, self.sizes.span_bytes)
+                for span in spans:
+                    memory = self.memory.of("unit", (span.hi - span.lo) * itemsize)
+                    self._fill_span(span, memory)
+                    file.write_at(at + span.lo * itemsize, memory)
+                    self._advance((span.hi - span.lo) * source.record.dtype.itemsize)
+                for box in boxes:
+                    self._write_rows(file, at, source, box)
+            elif isinstance(part, bytes) and with_literals:
+                file.write_at(at, part)
+            at += length_of(part)
+
+    def _write_rows(self, file: PlacedFileWriter, at: int, source: CopySource, box: Box) -> None:
+        """Writes a box whose rows lie apart in the tensor, which begins at byte `at` of a file."""
+        record, dtype = source
+        nbytes = box.numel * record.dtype.itemsize
+        memory = self.memory.of("unit", box.numel * dtype.itemsize)
+        stored = memory if dtype == record.dtype else self.memory.of("stored", nbytes)
+        self.ranges.run(requests_for(record, [Piece.packed(box)]), [stored])
+        if dtype != record.dtype:
+            _cast(record, stored, memory, dtype)
+        done = 0
+        for lo, hi in rows_of(box, record.shape):
+            end = done + (hi - lo) * dtype.itemsize
+            file.write_at(at + lo * dtype.itemsize, memory[done:end])
+            done = end
+        self._advance(nbytes)
+
+    def _advance(self, nbytes: int) -> None:
+        if self.progress is not None:
+            self.progress(nbytes)
+
+
+def _cast(record: TensorRecord, stored: memoryview, memory: memoryview, dtype: DType) -> None:
+    """Casts elements. A process without torch imports it only for casts that numpy lacks."""
+    if "torch" in sys.modules or not cast_plain(stored, record.dtype, memory, dtype):
+        from ckpt.state.memory import cast_into
+
+        cast_into(record.name, stored, record.dtype, memory, dtype)
+
+
+def _own_parts(source: CopySource, span_bytes: int) -> tuple[list[Span], list[Box]]:
+    """Returns the elements that a source has: row-major runs, and boxes whose rows lie apart.
+
+    Runs that lie end to end are one. Both are cut to `span_bytes` at the source.
+    """
+    shape, most = source.record.shape, max(1, span_bytes // source.record.dtype.itemsize)
+    runs, boxes, apart = list[tuple[int, int]](), list[Box](), list[Box]()
+    for stored in source.record.pieces:
+        run = run_of(stored.piece.box, shape)
+        if run is None:
+            apart.append(stored.piece.box)
+        else:
+            runs.append(run)
+    joined: list[tuple[int, int]] = []
+    for lo, hi in sorted(runs):
+        lo = joined.pop()[0] if joined and joined[-1][1] == lo else lo
+        joined.append((lo, hi))
+    spans = [
+        Span(source, at, min(at + most, hi)) for lo, hi in joined for at in range(lo, hi, most)
+    ]
+    while apart:
+        box = apart.pop()
+        if box.numel <= most:
+            boxes.append(box)
+            continue
+        dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
+        cut = (box.lo[dim] + box.hi[dim]) // 2
+        lower = Box(box.lo, (*box.hi[:dim], cut, *box.hi[dim + 1 :]))
+        apart += [Box((*box.lo[:dim], cut, *box.lo[dim + 1 :]), box.hi), lower]
+    return spans, boxes
+
+
+def run_of(box: Box, shape: Shape) -> tuple[int, int] | None:
+    """Returns the row-major elements `[lo, hi)` that are a box; None if its rows lie apart.
+
+    >>> run_of(Box((1, 0), (3, 4)), (5, 4)), run_of(Box((0, 0), (2, 3)), (5, 4))
+    ((4, 12), None)
+    """
+    inside = Piece.packed(Box.whole(shape)).part(box)
+    return (inside.at, inside.at + box.numel) if inside.is_packed else None
+
+
+def rows_of(box: Box, shape: Shape) -> Iterator[tuple[int, int]]:
+    """Yields the row-major elements `[lo, hi)` of each row of a box, as long as they are.
+
+    >>> list(rows_of(Box((0, 1), (2, 3)), (5, 4)))
+    [(1, 3), (5, 7)]
+    """
+    dims, row = len(shape), 1
+    while dims and row == prod(shape[dims:]):
+        dims -= 1
+        row *= box.shape[dims]
+    inside = Piece.packed(Box.whole(shape)).part(box)
+    for index in product(*map(range, box.shape[:dims])):
+        lo = inside.at + sum(map(mul, index, inside.strides))
+        yield lo, lo + row
 
 
 class _FileCopy:

@@ -146,7 +146,8 @@ def _write_files(
     return [*written[: len(plans) - 1], *found]
 
 
-def _check_same(ranks: Ranks, plans: Sequence[FilePlan]) -> None:
+def hash_of(plans: Sequence[FilePlan]) -> int:
+    """Returns a hash of the files' names, sizes and literal bytes, of `HASH_BITS` bits."""
     hasher = xxhash.xxh3_64()
     for plan in plans:
         lengths = [length_of(part) for part in plan.parts]
@@ -154,8 +155,11 @@ def _check_same(ranks: Ranks, plans: Sequence[FilePlan]) -> None:
         for part in plan.parts:
             if isinstance(part, bytes):
                 hasher.update(part)
-    plans_hash = hasher.intdigest() >> (64 - HASH_BITS)
-    if not ranks.agree("planning", hashes={"plans": plans_hash}).same["plans"]:
+    return hasher.intdigest() >> (64 - HASH_BITS)
+
+
+def _check_same(ranks: Ranks, plans: Sequence[FilePlan]) -> None:
+    if not ranks.agree("planning", hashes={"plans": hash_of(plans)}).same["plans"]:
         raise StoreError(
             "the ranks have read different checkpoints, or convert to different places: give all "
             "ranks the same arguments, and do not replace the checkpoint meanwhile"

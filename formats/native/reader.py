@@ -212,11 +212,13 @@ class NativePieces:
         self._name = name
         self._places = places
 
-    def locate(self, box: Box) -> Iterator[StoredPiece]:
-        """Yields the stored pieces that overlap `box`."""
+    def locate(self, box: Box, but: int | None = None) -> Iterator[StoredPiece]:
+        """Yields the stored pieces that overlap `box`, except those of one rank."""
         shard, name = self._shards.shard, self._name
         header, alike, start = None, None, None
         places = self._places.of(box)
+        if but is not None:
+            places = tuple(place for place in places if place[0] != but)
         if len(places) > 1:
             self._shards.open_together([place[0] for place in places], name)
         for rank, expected, pieces in places:

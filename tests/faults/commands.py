@@ -51,9 +51,11 @@ def save(
     compress: Any = False,
     blocking: bool = True,
     wide: int = 70_000,
+    also: str | None = None,
     options: Any = None,
 ) -> None:
     """Save the state of a step, and return when it is there."""
+    output = None if also is None else ckpt.HuggingFace(also, overwrite=True)
     handle = ckpt.save(
         url,
         state(step, wide),
@@ -63,6 +65,7 @@ def save(
         blocking=blocking,
         timeout=SECONDS,
         storage_options=options,
+        also=output,
     )
     if handle is not None:
         handle.wait()

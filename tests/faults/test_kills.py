@@ -5,7 +5,7 @@ process, the command runs again and is killed there: the process itself or all o
 before the step, after it, and in the middle of writes. After each,
 
 - every earlier checkpoint is sound and has the bits that it had,
-- the new one is that, or it is not there,
+- the new one is that, or it is not there, and so is its second output,
 - no rank that lives says that all is well when it is not, and none hangs,
 - `ckpt.gc` finds what is left over, all of it and nothing else,
 - the same command, run again, succeeds.
@@ -88,6 +88,10 @@ SCENARIOS = {
     "save in the background": saving(blocking=False),
     "save in the background by two": saving(blocking=False, world_size=2),
     "overwrite in the background with a base": saving(OLD, blocking=False, base="/earlier"),
+    "save with a second output": saving(also="/also"),
+    "save with a second output in the background by two": saving(
+        OLD, also="/also", blocking=False, world_size=2
+    ),
     "convert to ckpt": converting("ckpt"),
     "convert to ckpt, overwriting": converting("ckpt", OLD),
     "convert to hf": converting("hf"),
@@ -99,7 +103,8 @@ SCENARIOS = {
 }
 BY_DEFAULT = (
     *("overwrite by two", "save with a base, by two", "overwrite in the background with a base"),
-    *("convert to ckpt, overwriting", "convert to hf, overwriting", "convert to a file", "delete"),
+    *("convert to ckpt, overwriting", "convert to hf, overwriting", "delete"),
+    "save with a second output in the background by two",
 )
 """The scenarios of the default run."""
 IN_BUCKETS = (
@@ -210,8 +215,11 @@ class Table:
         s, place = self.scenario, self.place
         for name in s.earlier:
             assert found_step(place.url + name, place.options) == OLD
-        foreign = s.command == "convert" and s.arguments["to"] != "ckpt"
-        own, files = belonging(place, [s.target] if foreign else []), place.files()
+        others = [s.target] if s.command == "convert" and s.arguments["to"] != "ckpt" else []
+        if also := s.arguments.get("also"):
+            others.append(also)
+            assert found_step(place.url + also, place.options) in (None, NEW)
+        own, files = belonging(place, others), place.files()
         found = ckpt.gc(place.url, older_than=0, storage_options=place.options)
         folder = split_url(place.url + s.target)[0]
         if folder != place.url:

@@ -1,0 +1,457 @@
+"""A second output of one save: a conversion whose source is the memory of the save.
+
+    ckpt.save("runs/step-100", {"model": model}, also=ckpt.HuggingFace("hf/step-100"))
+
+Rules:
+
+1. The checkpoint is committed first. A failure of the second output is a warning on all ranks, and
+   changes nothing about the checkpoint.
+2. The plan is that of `ckpt.convert` from the committed checkpoint: each process makes it from the
+   manifest, so that all have the same. The bytes of this rank come from memory (`_Staged`): the
+   arena of a background save, read by the process that has written the shard file, or the tensors.
+3. On a disk rank 0 makes the files, and each rank writes its own elements into all of them, each at
+   its place. No rank reads another's bytes, or a file.
+4. A file with checksums of whole tensors, and a file in a bucket, is made by one rank. That rank
+   reads the other ranks' elements from the committed checkpoint (decision 045).
+5. The output appears as a whole, as that of a conversion (`ckpt.converting.targets`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from ckpt.arguments import DtypeName, FormatName
+from ckpt.converting.convert import Described, Target, dtypes_of, of_weights
+from ckpt.converting.target_formats import Format, format_of
+from ckpt.converting.targets import NewFiles
+from ckpt.errors import StoreError
+from ckpt.mapping.changes import Changes, MappingName, Part, read_mapping
+from ckpt.mapping.model_files import ModelFiles, plans_of, read_configs, read_model_files
+from ckpt.mapping.rules import TensorMapping
+from ckpt.opening.sources import Source, open_source
+from ckpt.state.patterns import Casts
+from ckpt.stores.local_files import join_file
+from ckpt.stores.store import (
+    Options,
+    Store,
+    absolute,
+    local_path,
+    open_store,
+    place_elsewhere,
+    split_url,
+)
+from ckpt.transfer.copy_shares import hash_of
+from ckpt.transfer.write_job import plan_json, read_plan
+from formats.catalog import Catalog, Extent, FilePlan, Pieces, PieceTable, StoredPiece, TensorRecord
+from formats.native.reader import NativePieces
+from formats.native.shard import Progress, ShardSummary
+from formats.safetensors.huggingface import MAX_SHARD_BYTES
+from sharding.agreement.ranks import Ranks
+from sharding.errors import ArgumentError, without_secrets
+from sharding.layout import Box, Layout
+
+if TYPE_CHECKING:  # torch, which the writer process has no need of
+    from ckpt.saving.background import CommittedSave
+    from ckpt.state.state_spec import StateSpec
+
+__all__ = ["HuggingFace", "SecondOutput"]
+
+MEMORY = "/memory"
+"""The name of the memory among the files of a checkpoint, which have no slash."""
+STEP = "{step}"
+"""The part of a place that becomes the number of the step."""
+
+Fill = Callable[[int, memoryview], None]
+"""Fills memory with this rank's bytes from a place on."""
+
+
+@dataclass(frozen=True, slots=True)
+class SecondOutput:
+    """A second output of a save, in any format but ckpt's own: the argument `also` of `ckpt.save`.
+
+    The arguments are those of `ckpt.convert` with these names. For `Checkpointer` the place has
+    `{step}`, which becomes the number of the step.
+
+    Raises:
+        ArgumentError: an argument has no meaning, or the format is ckpt's own.
+
+    >>> import ckpt, tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     also = ckpt.SecondOutput(f"{folder}/w.safetensors", dtype="bfloat16")
+    ...     ckpt.save(f"{folder}/step-1", {"w": torch.ones(2)}, also=also)
+    ...     ckpt.read(f"{folder}/w.safetensors")
+    {'w': tensor([1., 1.], dtype=torch.bfloat16)}
+    """
+
+    place: str | os.PathLike[str]
+    """The file or folder to write."""
+    to: FormatName | None = None
+    _: KW_ONLY
+    config: str | os.PathLike[str] | None = None
+    dtype: DtypeName | Mapping[str, DtypeName | None] | None = None
+    select: str | None = None
+    part: Part | None = None
+    include: str | Sequence[str] | None = None
+    exclude: str | Sequence[str] | None = None
+    mapping: MappingName | Sequence[MappingName] = ()
+    rename: Mapping[str, str] | None = None
+    prefix: str = ""
+    parameters: Mapping[str, int] | None = None
+    max_shard_bytes: int | None = None
+    overwrite: bool = False
+    allow_loss: bool = False
+    storage_options: Options = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        given = self.mapping
+        named = [given] if isinstance(given, str | os.PathLike | TensorMapping) else given
+        # Another process makes the plan too, in a folder that may be another one by then.
+        object.__setattr__(self, "mapping", tuple(map(read_mapping, named)))
+        object.__setattr__(self, "place", absolute(self.place))
+        if self.config is not None:
+            object.__setattr__(self, "config", absolute(self.config))
+        target, changes = self._target(), self._changes()
+        if target.format is Format.CKPT:
+            raise ArgumentError(
+                f"also={without_secrets(target.url)!r} would be a second checkpoint of ckpt's own "
+                "format; name another format (to='hf', to='safetensors'), or copy the checkpoint "
+                "(ckpt cp)"
+            )
+        target.check(False, None)
+        if self.max_shard_bytes is not None:
+            target.check_has_shards()
+        if target.format is not Format.HUGGINGFACE:
+            changes.check_config_is_used()
+        Casts.of(self.dtype)
+
+    def at(self, step: int) -> SecondOutput:
+        """Returns the output of a step."""
+        return replace(self, place=os.fspath(self.place).replace(STEP, str(step)))
+
+    def check_steps(self) -> None:
+        """Raises ArgumentError if all steps would have one place, which no step may replace."""
+        if STEP not in os.fspath(self.place) and not self.overwrite:
+            raise ArgumentError(
+                f"also={without_secrets(os.fspath(self.place))!r} is one place for all steps: put "
+                "{step} into it, as 'hf/step-{step}', or pass overwrite=True for the newest alone"
+            )
+
+    def check(self, store: Store, is_first: bool) -> None:
+        """Raises if the place is taken, or the configuration missing. All ranks call this.
+
+        `store` is the folder of the checkpoint.
+        """
+        self._configs()
+        if is_first:
+            nothing = Source(store.url, store, Catalog("memory", {}, {}, ()))
+            self._target().check_free(nothing)
+
+    def plan(self, store: Store, described: StateSpec) -> Planned:
+        """Returns the files to write for a state, the same on all ranks. Raises as `convert`.
+
+        The last plan is kept: a training saves the same tensors again and again.
+        """
+        configs = self._configs()
+        target = self._target()
+        own = [getattr(self, one.name) for one in fields(self) if one.name != "place"]
+        key = [target.format, *own, configs, described.aliases]
+        for tensors, known, planned in _last:
+            if tensors is described.tensors and known == key:
+                return planned.at(target)
+        nowhere = PieceTable([])  # of no use for a plan
+        records = {
+            name: TensorRecord(name, tensor.shape, tensor.dtype, nowhere, tensor.layout)
+            for name, tensor in described.tensors.items()
+        }
+        catalog = Catalog("memory", records, described.tree, (), described.aliases)
+        source = Source(store.url, store, catalog)
+        found, changes = self._describe(source, configs)
+        allows = self.allow_loss
+        target.check_losses(source, changes, configs, found, allows)
+        plans = target.tensor_plans(found.state, configs)
+        has_sums = any(plan.needs_sums or plan.chunk_bytes for plan in plans)
+        beside: tuple[FilePlan, ...] = ()
+        if target.format is Format.HUGGINGFACE:
+            dtypes = dtypes_of(found.state)
+            beside = tuple(plans_of(configs or ModelFiles(), Casts.of(self.dtype), dtypes, "also"))
+        planned = Planned(tuple(plan.name for plan in plans), has_sums, beside)
+        _last[:] = [(described.tensors, key, planned)]
+        return planned
+
+    def write(self, ranks: Ranks, save: CommittedSave) -> None:
+        """Writes the output of a committed save: it exists when this returns, or all ranks raise.
+
+        All ranks call this.
+        """
+        target, is_far = self._target(), local_path(self.place) is None
+        ranks.doing("writing a second output")
+        with open_store(save.url, save.options) as store, ExitStack() as stack:
+            planned = ranks.run_on_all(
+                "planning a second output", lambda: self.plan(store, save.attempt.described)
+            )
+            places = dict[str, str | None].fromkeys(planned.names)
+
+            def begin() -> None:
+                if ranks.rank:
+                    return
+                self.check(store, is_first=True)
+                writer = stack.enter_context(target.open_writer())
+                for plan in self._files_beside(planned):
+                    with writer.create(plan.name) as file:
+                        file.write(cast("Sequence[bytes]", plan.parts))
+                for name in () if is_far else planned.names:
+                    made: Any = stack.enter_context(writer.create(name))
+                    places[name] = made.path
+
+            ranks.run_on_all("beginning a second output", begin)
+            places = json.loads(ranks.broadcast(json.dumps(places).encode()))
+            by_pieces = not is_far and not planned.has_sums
+            *names, last = planned.names
+            own = {name: places[name] for name in (*names, last)[ranks.rank :: ranks.world_size]}
+            if by_pieces:
+                turns = [places]
+            elif is_far:  # the last file makes the folder a checkpoint
+                first = {name: path for name, path in own.items() if name != last}
+                turns = [first, {last: None} if ranks.rank == 0 else {}]
+            else:
+                turns = [own]
+            for turn in turns:
+                job = self._job(save, turn, by_pieces, ranks.rank == 0)
+                _, agreed = ranks.run_and_compare(
+                    "writing a second output", partial(save.call, WORK, job, self), _hash_in
+                )
+                if not agreed.same["plans"]:
+                    raise StoreError(
+                        f"{without_secrets(target.url)}: the ranks have planned different files; "
+                        "give all ranks the same also="
+                    )
+            ranks.run_on_all("completing a second output", stack.close)
+
+    def _files_beside(self, planned: Planned) -> Sequence[FilePlan]:
+        """Returns the configuration as planned, and the other small files of the model."""
+        if self.config is None or not planned.beside:
+            return ()
+        changed = {plan.name: plan for plan in planned.beside}
+        content = read_model_files(self.config).content
+        return [changed.get(name, FilePlan(name, [data])) for name, data in content.items()]
+
+    def _job(
+        self, save: CommittedSave, places: Mapping[str, str | None], by_pieces: bool, is_first: bool
+    ) -> dict[str, Any]:
+        """Returns the fields of `work`: names and numbers, and the arguments of this output."""
+        here = self.place, dict(self.storage_options or {})
+        place, options = place_elsewhere(*here) or here
+        how = pickle.dumps((replace(self, place=place, storage_options=options), self._configs()))
+        attempt = save.attempt
+        source = place_elsewhere(save.url, save.options) or (save.url, save.options)
+        return {
+            "how": b64encode(how).decode(),
+            "url": source[0],
+            "options": source[1],
+            "attempt": attempt.attempt_id,
+            "rank": attempt.mesh.rank((attempt.rank,)),
+            "plan": plan_json(attempt.plan),
+            "places": dict(places),
+            "by_pieces": by_pieces,
+            "is_first": is_first,
+        }
+
+    def _describe(
+        self,
+        source: Source,
+        configs: ModelFiles | None,
+        progress: Progress | None = None,
+    ) -> tuple[Described, Changes]:
+        target = self._target()
+        changes, _ = of_weights(self._changes(), source, target.format)
+        casts = Casts.of(self.dtype)
+        return target.describe(source, changes, configs, casts, progress, True), changes
+
+    def _target(self) -> Target:
+        place = os.fspath(self.place)
+        return Target(
+            url=place,
+            format=format_of(place, self.to),
+            options=self.storage_options,
+            overwrite=self.overwrite,
+            max_shard_bytes=self.max_shard_bytes or MAX_SHARD_BYTES,
+            compress=False,
+            kind=None,
+            world_size=None,
+        )
+
+    def _changes(self) -> Changes:
+        return Changes(
+            select=self.select,
+            part=self.part,
+            include=self.include,
+            exclude=self.exclude,
+            mapping=self.mapping,
+            rename=self.rename,
+            prefix=self.prefix,
+            parameters=self.parameters,
+            config=self.config,
+        )
+
+    def _configs(self) -> ModelFiles | None:
+        """Returns the configuration of the model, without its other files; None but for hf."""
+        if format_of(os.fspath(self.place), self.to) is not Format.HUGGINGFACE:
+            return None
+        return ModelFiles() if self.config is None else read_configs(self.config)
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFace(SecondOutput):
+    """A second output of a save for `from_pretrained`: shards, their index and the model's files.
+
+    `config` is the folder of the model, as `save_pretrained` writes it, or its `config.json`.
+    Without one the folder has weights alone. Of a state with a model and an optimizer, the model is
+    written, under its own names.
+
+    >>> import ckpt, os, tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     state = {"model": torch.nn.Linear(2, 1), "step": 1}
+    ...     ckpt.save(f"{folder}/step-1", state, also=ckpt.HuggingFace(f"{folder}/hf/step-1"))
+    ...     os.listdir(f"{folder}/hf/step-1"), sorted(ckpt.open(f"{folder}/hf/step-1"))
+    (['model.safetensors'], ['bias', 'weight'])
+    """
+
+    to: FormatName | None = field(default="hf", init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The files of a second output, as all ranks plan them."""
+
+    names: tuple[str, ...]
+    """The files with tensors, and their index, in their order."""
+    has_sums: bool
+    """Whether a file has checksums of whole tensors."""
+    beside: tuple[FilePlan, ...] = ()
+    """The configuration, with the dtype of the weights."""
+
+    def at(self, target: Target) -> Planned:
+        """Returns the plan for another place."""
+        return replace(self, names=(split_url(target.url)[1],)) if target.format.is_file else self
+
+
+_last: list[tuple[object, object, Planned]] = []
+"""The last plan: for these tensors, with these arguments."""
+
+WORK = f"{__name__}:work"
+
+
+def _hash_in(written: ShardSummary) -> dict[str, int]:
+    return {"plans": int(written.digest, 16)}
+
+
+def work(
+    job: Mapping[str, Any],
+    data: memoryview | Fill,
+    arena: int,
+    advance: Callable[[int], None],
+) -> ShardSummary:
+    """Writes this rank's part of a second output, in any process that reaches both places.
+
+    `data` is the rank's part of the state, as memory or as a function that fills memory. Returns
+    the number of written bytes, and a hash of all files as `digest`.
+    """
+    how: SecondOutput
+    how, configs = pickle.loads(b64decode(job["how"]))  # noqa: S301 - of this program's trainer
+    plan, written, target = read_plan(job["plan"]), [0], how._target()
+
+    def count(nbytes: int) -> None:
+        written[0] += nbytes
+        advance(plan.nbytes)  # raises if the trainer has ended
+
+    with open_source(job["url"], job["options"], with_advice=False) as source:
+        if len(source.catalog.files) > 1 and source.attempt != job["attempt"] >> 4:
+            raise StoreError(
+                f"{without_secrets(source.url)}: another process has replaced the checkpoint, and "
+                "its second output was not written"
+            )
+        extents = {item.name: Extent(MEMORY, item.offset, item.nbytes) for item in plan.items}
+        records = {}
+        for name, record in source.catalog.tensors.items():
+            assert record.layout is not None
+            others = None if job["by_pieces"] else record.pieces
+            pieces = StagedPieces(record.layout, job["rank"], extents.get(name), others)
+            records[name] = record._replace(pieces=pieces)
+        reader = cast(Store, _Staged(source.store, data))
+        catalog = replace(source.catalog, tensors=records)
+        staged = Source(source.url, reader, catalog)
+        state = how._describe(staged, configs, count)[0].state
+        plans, copier = target.tensor_plans(state, configs), state.copier
+        places = job["places"]
+        is_far = None in places.values()
+        todo = [one for one in plans if one.name in places]
+        for one in () if is_far else todo:
+            with join_file(places[one.name], places[one.name]) as file:
+                if job["by_pieces"]:
+                    copier.write_pieces(file, one, job["is_first"])
+                else:
+                    copier.write_part(file, one, 0)
+        if is_far:
+            folder = split_url(target.url)[0] if target.format.is_file else target.url
+            with open_store(folder, target.options) as store:
+                is_new = not (target.format.is_file and target.overwrite)
+                copier.write(NewFiles(store) if is_new else store, todo)
+        copier.finish()
+    return ShardSummary(written[0], 0, 0, f"{hash_of(plans):x}")
+
+
+@dataclass(frozen=True, slots=True)
+class StagedPieces:
+    """The pieces of a tensor: this rank's in memory, and those of the others in a checkpoint."""
+
+    layout: Layout
+    rank: int
+    extent: Extent | None
+    """The place of this rank's part in memory, if it has one."""
+    others: Pieces | None
+    """All stored pieces; None if those of other ranks are of no use."""
+
+    def locate(self, box: Box) -> Iterator[StoredPiece]:
+        """Yields the pieces that overlap `box`."""
+        if self.extent is not None:
+            for piece in self.layout.pieces(self.rank):
+                if piece.box & box:
+                    yield StoredPiece(piece, self.extent)
+        if self.others is not None:
+            yield from cast(NativePieces, self.others).locate(box, self.rank)
+
+    def __iter__(self) -> Iterator[StoredPiece]:
+        return self.locate(Box.whole(self.layout.shape))
+
+
+class _Staged:
+    """The folder of a checkpoint, and beside its files the memory of a rank that has written it."""
+
+    in_place = server_path = None
+    """Nothing of it lies in a place."""
+
+    def __init__(self, store: Store, data: memoryview | Fill) -> None:
+        self._store, self._data = store, data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
+        """As `formats.storage.Reader.read_into`."""
+        if name != MEMORY:
+            self._store.read_into(name, offset, *targets)
+            return
+        for target in targets:
+            if isinstance(self._data, memoryview):
+                target[:] = self._data[offset : offset + len(target)]
+            else:
+                self._data(offset, target)
+            offset += len(target)
