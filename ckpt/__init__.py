@@ -56,11 +56,10 @@ if TYPE_CHECKING:
     from ckpt.run.memory_tier import Memory
     from ckpt.run.merge import merge
     from ckpt.run.policy import Keep, RunStep
-    from ckpt.run.rng import rng
     from ckpt.run.sampler import ElasticSampler
     from ckpt.saving.background import Saved, SaveHandle
     from ckpt.saving.save import prepare, save
-    from ckpt.state.per_rank import PerRank, per_rank
+    from ckpt.state.per_rank import PerRank, per_rank, rng
     from formats.limits import limits
 
 _WHERE = {
@@ -98,7 +97,7 @@ _WHERE = {
     "Keep": "ckpt.run.policy",
     "RunStep": "ckpt.run.policy",
     "run_steps": "ckpt.run.history",
-    "rng": "ckpt.run.rng",
+    "rng": "ckpt.state.per_rank",
     "ElasticSampler": "ckpt.run.sampler",
     "PerRank": "ckpt.state.per_rank",
     "per_rank": "ckpt.state.per_rank",
