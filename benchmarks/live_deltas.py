@@ -116,7 +116,8 @@ class ChangingJob(Job):
 
 def planes(array: np.ndarray[Any, Any]) -> bytes:
     """The first bytes of all elements, then the second ones."""
-    return array.reshape(-1).view("u1").reshape(-1, array.itemsize).T.tobytes()
+    found: bytes = array.reshape(-1).view("u1").reshape(-1, array.itemsize).T.tobytes()
+    return found
 
 
 def hand_over(nbytes: int, part: float, rounds: int) -> tuple[measure.Samples, dict[str, Any]]:
