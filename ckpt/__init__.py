@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from ckpt.converting.convert import convert
     from ckpt.converting.second_output import HuggingFace, SecondOutput
     from ckpt.converting.weighted_sum import WeightedSum
-    from ckpt.live.follow import LiveVersion, follow
     from ckpt.live.publish import LiveState, publish
     from ckpt.loading.lazy import Checkpoint, TensorHandle, read
     from ckpt.loading.lazy import open as open
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
     from ckpt.removing.delete import delete
     from ckpt.removing.gc import LeftOver, gc
     from ckpt.run.checkpointer import Checkpointer
+    from ckpt.run.follow import LiveVersion, follow
     from ckpt.run.history import run_steps
     from ckpt.run.memory_tier import Memory
     from ckpt.run.merge import merge
@@ -71,8 +71,8 @@ _WHERE = {
     "latest": "ckpt.loading.newest",
     "open": "ckpt.loading.lazy",
     "read": "ckpt.loading.lazy",
-    "follow": "ckpt.live.follow",
-    "LiveVersion": "ckpt.live.follow",
+    "follow": "ckpt.run.follow",
+    "LiveVersion": "ckpt.run.follow",
     "Checkpoint": "ckpt.loading.lazy",
     "TensorHandle": "ckpt.loading.lazy",
     "convert": "ckpt.converting.convert",

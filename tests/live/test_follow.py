@@ -67,7 +67,7 @@ def test_versions_that_were_replaced_meanwhile_are_left_out(offer: Offer, folder
 
 
 def test_no_newer_version_in_time_is_an_error(offer: Offer) -> None:
-    with pytest.raises(ckpt.WaitTimeoutError, match="no version above 1"):
+    with pytest.raises(ckpt.WaitTimeoutError, match="no version after 1"):
         next(ckpt.follow(offer.url, after=1, timeout=0.2))
     with pytest.raises(ckpt.WaitTimeoutError):
         next(ckpt.follow(offer.url, after=1, timeout=0))
@@ -90,7 +90,6 @@ def test_the_end_of_the_publisher_ends_the_wait(folder: Path, sockets: str) -> N
     ("url", "options", "message"),
     [
         ("live://host:4000/policy/3", {}, "without a version"),
-        ("runs/step-1", {}, "not the address of a live state"),
         ("live://host:4000/policy", {"timeout": -1.0}, "timeout is -1.0"),
         ("live://host:4000/policy", {"timeout": float("nan")}, "timeout is nan"),
         ("live://host:4000/policy", {"timeout": "5"}, "timeout is '5'"),
@@ -156,3 +155,52 @@ def test_an_error_of_rank_0_is_one_of_all_ranks(
     assert first.startswith("AccessDeniedError")
     assert second.startswith("RankError")
     assert "AccessDeniedError" in second
+
+
+def test_checkpoints_of_a_run_come_in_the_order_of_their_commits(tmp_path: Path) -> None:
+    """A run that goes back to an earlier step, and a folder that is not there at first."""
+    place, state = tmp_path / "run", {"w": torch.zeros(2)}
+    versions = ckpt.follow(place, timeout=60, look_seconds=0.01)
+    found: list[int] = []
+
+    def take() -> None:
+        version = next(versions)
+        assert ckpt.load(version.url, {"w": torch.ones(2)})["w"].tolist() == [version.number] * 2
+        found.append(version.number)
+
+    first = Thread(target=take)
+    first.start()
+    with ckpt.Checkpointer(place, every_steps=1) as run:
+        for step in (1, 2, 3):
+            state["w"].fill_(step)
+            run.save(step, state)
+            run.wait_until_finished()
+            if step == 1:
+                first.join()
+    take()  # step 2 is left out
+    with ckpt.Checkpointer(place, every_steps=1) as run:
+        run.restore(state, step=1)
+        state["w"].fill_(2)
+        run.save(2, state)
+        run.wait_until_finished()
+        take()
+        with pytest.raises(ckpt.WaitTimeoutError, match="after 2"):
+            next(ckpt.follow(place, after=2, timeout=0.1, look_seconds=0.01))
+    assert found == [1, 3, 2]
+
+
+def test_the_address_of_one_checkpoint_is_an_error(folder: Path) -> None:
+    with pytest.raises(ckpt.ArgumentError, match=r"is a checkpoint: give ckpt\.follow the folder"):
+        next(ckpt.follow(folder, timeout=1))
+
+
+def test_a_run_whose_newest_checkpoint_was_removed_has_nothing_newer(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path, every_steps=1) as run:
+        for step in (1, 2):
+            run.save(step, {"w": torch.ones(2)})
+        run.wait_until_finished()
+        versions = ckpt.follow(tmp_path, timeout=0.1, look_seconds=0.01)
+        assert next(versions).number == 2
+        run.delete(2)
+        with pytest.raises(ckpt.WaitTimeoutError):
+            next(versions)
