@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -31,12 +32,25 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imported(source: ast.Module, names: set[str]) -> Iterator[str]:
-    """The modules among `names` that a source imports: at its top, in functions, for types."""
-    for node in ast.walk(source):
+IMPORT = re.compile(r"^ *((?:from [.\w]+ )?import (?:\([^)]*\)|.*))", re.MULTILINE)
+"""An import. To parse these alone takes a tenth of the time of whole programs."""
+
+
+def imports_of(text: str) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The imports in a program, wherever they stand."""
+    for found in IMPORT.finditer(text):
+        with suppress(SyntaxError):  # a line of prose that begins as an import does
+            [node] = ast.parse(found[1]).body
+            assert isinstance(node, ast.Import | ast.ImportFrom)
+            yield node
+
+
+def imported(text: str, names: set[str]) -> Iterator[str]:
+    """The modules among `names` that a program imports: at its top, in functions, for types."""
+    for node in imports_of(text):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in names)
-        elif isinstance(node, ast.ImportFrom) and node.module in names:
+        elif node.module in names:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 yield inner if inner in names else node.module
@@ -53,7 +67,10 @@ def circle(graph: dict[str, set[str]]) -> list[str] | None:
 
 def test_no_import_leads_back_to_its_module() -> None:
     found = modules()
-    graph = {name: set(imported(parsed(path), set(found))) for name, path in found.items()}
+    graph = {}
+    for name, path in found.items():
+        # An example in a docstring imports its own module.
+        graph[name] = {*imported(path.read_text(encoding="utf-8"), set(found))} - {name}
     assert len(graph) > 200
     assert circle(graph) is None
 
@@ -69,7 +86,7 @@ def test_no_import_leads_back_to_its_module() -> None:
 )
 def test_a_circle_is_found_by_its_names(source: str) -> None:
     names = {"a", "b", "c"}
-    graph = {"a": set(imported(ast.parse(source), names)), "b": {"c"}, "c": {"a"}}
+    graph = {"a": set(imported(source, names)), "b": {"c"}, "c": {"a"}}
     found = circle(graph)
     assert found is not None
     assert set(found) == names
@@ -96,7 +113,7 @@ def test_each_name_that_a_program_imports_from_the_packages_exists() -> None:
     missing = []
     for folder in ("benchmarks", "examples", "tests", ".ci"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for node in imports_of(path.read_text(encoding="utf-8")):
                 if not isinstance(node, ast.ImportFrom) or node.module not in found:
                     continue
                 there = names[node.module]
