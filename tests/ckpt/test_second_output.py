@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckpt
 from ckpt.converting import second_output
-from ckpt.saving.writers import arena_writer
+from ckpt.stores.store import open_store
+from tests.ckpt.late_copies import late_copies
+from tests.stores.server import Server
 
 SECONDS = 60.0
 
@@ -165,35 +166,23 @@ def test_a_wrong_argument_is_an_error_before_anything_is_written(tmp_path: Path)
             ckpt.SecondOutput(**place_or_dtype)
 
 
-def save_with_a_failure(folder: str, kind: str) -> tuple[str, bool]:
+def save_with_a_failure(folder: str) -> tuple[str, bool]:
     """Rank 1 fails to write the output; returns the warning of a rank."""
     state = {"w": distribute_tensor(full("w", 64, 500), init_device_mesh("cpu", (2,)), [Shard(0)])}
     also = ckpt.HuggingFace(f"{folder}/hf")
-    writer = arena_writer().writer().process
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as told, pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("always")
-        if kind == "killed":
-            handle = ckpt.save(f"{folder}/step", state, also=also, blocking=False)
-            assert handle is not None
-            if dist.get_rank():
-                writer.send_signal(signal.SIGKILL)
-            handle.wait(SECONDS)
-        else:
-            if dist.get_rank():
-                patch = pytest.MonkeyPatch()
-                patch.setattr(second_output, "work", None)
-            ckpt.save(f"{folder}/step", state, also=also)
-            if dist.get_rank():
-                patch.undo()
-    found = [str(one.message) for one in told if one.category is ckpt.SecondOutputWarning]
-    (message,) = found
+        if dist.get_rank():
+            patch.setattr(second_output, "work", None)
+        ckpt.save(f"{folder}/step", state, also=also)
+    (message,) = [str(one.message) for one in told if one.category is ckpt.SecondOutputWarning]
     return message, os.path.exists(also.place)
 
 
 def test_a_failure_of_one_rank_is_a_warning_on_all_and_the_checkpoint_stays(
     clusters: Callable[[int], Any], tmp_path: Path
 ) -> None:
-    found = clusters(2).run(save_with_a_failure, str(tmp_path), "in the call")
+    found = clusters(2).run(save_with_a_failure, str(tmp_path))
     for rank, (message, exists) in enumerate(found):
         start = f"{tmp_path}/step is complete, and its second output {tmp_path}/hf was not written:"
         assert message.startswith(f"{start} {'TypeError' if rank else 'RankError'}")
@@ -201,3 +190,68 @@ def test_a_failure_of_one_rank_is_a_warning_on_all_and_the_checkpoint_stays(
     assert "failed on rank 1 with TypeError" in found[0][0]
     assert os.listdir(tmp_path) == ["step"]
     assert not ckpt.verify(tmp_path / "step").problems
+
+
+def test_a_failure_in_the_background_is_a_warning_that_is_given_once(tmp_path: Path) -> None:
+    for name in "ab":
+        with late_copies() as go:
+            also = ckpt.HuggingFace(tmp_path / f"hf-{name}")
+            handle = ckpt.save(tmp_path / name, {"w": torch.ones(9)}, also=also, blocking=False)
+            assert handle is not None
+            (tmp_path / f"hf-{name}").mkdir()
+            (tmp_path / f"hf-{name}/another").touch()
+            go.set()
+            assert handle.finished(SECONDS)
+        if name == "a":
+            with pytest.warns(ckpt.SecondOutputWarning, match="hf-a was not written: ExistsError"):
+                assert handle.result().also == ""
+            handle.wait()
+    with pytest.warns(ckpt.SecondOutputWarning, match="hf-b was not .* `ckpt convert` writes it"):
+        ckpt.save(tmp_path / "c", {"w": torch.ones(2)})
+    assert os.listdir(tmp_path / "hf-b") == ["another"]
+    assert all(not ckpt.verify(tmp_path / name).problems for name in "abc")
+
+
+def save_to_bucket(place: str, options: dict[str, Any]) -> None:
+    how = {**HOW["hf"], "storage_options": options}
+    handle = ckpt.save(
+        f"{place}/step",
+        sharded_state(),
+        also=ckpt.SecondOutput(f"{place}/also", **how),
+        blocking=False,
+        storage_options=options,
+    )
+    assert handle is not None
+    handle.wait(SECONDS)
+
+
+@pytest.mark.thorough
+def test_each_rank_writes_whole_files_into_a_bucket(
+    clusters: Callable[[int], Any], servers: Callable[[str], Server], tmp_path: Path
+) -> None:
+    server = servers("moto")
+    place = server.url("second")
+    clusters(4).run(save_to_bucket, place, server.options)
+    ckpt.convert(f"{place}/step", tmp_path / "hf", storage_options=server.options, **HOW["hf"])
+    with open_store(f"{place}/also", server.options) as store:
+        found = {name: store.read_whole(name, 1 << 30) for name in store.names()}
+    assert found == {file.name: file.read_bytes() for file in (tmp_path / "hf").iterdir()}
+
+
+def test_a_run_writes_outputs_of_its_steps_and_goes_on_where_a_place_is_taken(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "hf/step-4").mkdir(parents=True)
+    (tmp_path / "hf/step-4/file").touch()
+    also = ckpt.HuggingFace(f"{tmp_path}/hf/step-{{step}}")
+    how: dict[str, Any] = {"every_steps": 3, "also": also, "also_every": 4}
+    with ckpt.Checkpointer(tmp_path / "run", keep=ckpt.Keep(last=1), **how) as run:
+        with pytest.warns(ckpt.SecondOutputWarning, match="step-4 is not empty"):
+            saved = [n for n in range(1, 10) if run.save(n, {"model": {"w": torch.ones(n)}})]
+        assert run.failures == 0
+    assert saved == [3, 4, 6, 8, 9]
+    assert sorted(os.listdir(tmp_path / "hf")) == ["step-4", "step-8"]
+    assert load_file(tmp_path / "hf/step-8/model.safetensors")["w"].shape == (8,)
+    for wrong in ({"also": ckpt.HuggingFace("hf")}, {"also_every": 3}, how | {"also_every": 0}):
+        with pytest.raises(ckpt.ArgumentError, match="also"):
+            ckpt.Checkpointer(tmp_path / "run", **wrong)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,3 +96,36 @@ def test_a_hugging_face_folder_loads_straight_into_a_sharded_model(
     saved.save_pretrained(tmp_path, max_shard_size="40KB")
     for result in clusters(3).run(load_sharded, str(tmp_path), tied):
         np.testing.assert_allclose(result, logits(saved).numpy(), rtol=1e-5, atol=1e-6)
+
+
+def save_for_from_pretrained(folder: str) -> None:
+    """On each rank: a tied Llama of 2 ranks is saved, and beside it a folder of shards."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = llama(tied=True, seed=0)
+    for layer in (*model.model.layers, model):
+        fully_shard(layer)
+    state = {"model": model, "optim": torch.optim.AdamW(model.parameters()), "step": 1}
+    also = ckpt.HuggingFace(
+        f"{folder}/hf", config=f"{folder}/base", dtype="bfloat16", max_shard_bytes=20_000
+    )
+    handle = ckpt.save(f"{folder}/run", state, also=also, blocking=False)
+    assert handle is not None
+    assert handle.result(60).also == f"{folder}/hf"
+
+
+@pytest.mark.thorough
+def test_from_pretrained_loads_the_second_output_of_ranks(
+    clusters: Callable[[int], Any], tmp_path: Path
+) -> None:
+    saved = llama(tied=True, seed=0)
+    saved.config.save_pretrained(tmp_path / "base")
+    clusters(2).run(save_for_from_pretrained, str(tmp_path))
+    found, info = LlamaForCausalLM.from_pretrained(
+        tmp_path / "hf", dtype="auto", output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    wanted = saved.bfloat16().state_dict()
+    assert found.state_dict().keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.state_dict().items())
