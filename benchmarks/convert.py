@@ -1,17 +1,21 @@
-"""Converting workload A, saved by two ranks, to other formats, and merging: ckpt beside rivals.
+"""Converting workload A, saved by two ranks, merging and comparing models: ckpt beside rivals.
 
     python benchmarks/convert.py --store DIR
 
 The floor of a conversion copies as many bytes from file to file. That of a merge reads three files
 of 16-bit floats in parts, adds their products in float32, and writes the sum. Rivals' files are
-flushed to the disk as ours are.
+flushed to the disk as ours are. MERGEKIT=PROGRAM names the `mergekit-pytorch` of an environment of
+its own, which then takes part, as a whole process beside `ckpt merge` as one. That of a comparison
+reads both models.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
 import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -173,7 +177,73 @@ def _merge(store: str, rounds: int) -> measure.Samples:
             lambda: floor.flushed(lambda: _sum_whole(files, out), out)
         ),
     }
+    mergekit = os.environ.get("MERGEKIT")
+    if mergekit is not None:
+        weights = ",".join(map(str, WEIGHTS))
+        own = [sys.executable, "-m", "ckpt", "merge", *files, out, "--weights", weights, "-q"]
+        models = "".join(
+            f"  - {{model: {file}, parameters: {{weight: {weight}}}}}\n"
+            for file, weight in zip(files, WEIGHTS, strict=True)
+        )
+        head = "merge_method: linear\nparameters: {normalize: false}\ndtype: float32\n"
+        with open(f"{store}/mergekit.yml", "w") as file:
+            file.write(f"{head}out_dtype: bfloat16\nmodels:\n{models}")
+
+        def theirs() -> None:
+            measure.process([mergekit, f"{store}/mergekit.yml", f"{store}/mk"])
+            os.replace(f"{store}/mk/model.safetensors", out)
+
+        contestants |= {
+            "ckpt merge, a process": contestant(lambda: measure.process(own)),
+            "mergekit-pytorch, a process": contestant(lambda: floor.flushed(theirs, out)),
+        }
     return measure.interleaved(contestants, rounds)
+
+
+def _compare(store: str, rounds: int) -> measure.Samples:
+    """Two models that differ in one element."""
+    places = [f"{store}/steps/step-0", f"{store}/twin"]
+    files = [f"{store}/model-0.safetensors", f"{store}/twin.safetensors"]
+    state = load_file(files[0])
+    state["l7"][100, 100] += 1
+    ckpt.save(places[1], state)
+    save_file(state, files[1])
+    expected, buffer = ckpt.id(files[0]), memoryview(bytearray(PART_BYTES))
+
+    def differing(**how: Any) -> None:
+        (one,) = ckpt.diff(*places, **how).tensors
+        if (one.name, one.first) != ("l7", (100, 100)):
+            raise RuntimeError("the comparison found another difference")
+
+    def read() -> None:
+        for path in files:
+            with open(path, "rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+
+    def by_safetensors() -> None:
+        a, b = map(load_file, files)
+        if [name for name in a if not torch.equal(a[name], b[name])] != ["l7"]:
+            raise RuntimeError("the comparison found another difference")
+
+    def identity() -> None:
+        if ckpt.id(places[0]) != expected:
+            raise RuntimeError("the identity depends on the format")
+
+    def digest() -> None:
+        with open(files[0], "rb") as file:
+            hashlib.file_digest(file, "sha256")
+
+    actions: dict[str, Callable[[], object]] = {
+        report.FLOOR: read,
+        "ckpt.diff, by checksums": differing,
+        "ckpt.diff, read_all=True": lambda: differing(read_all=True),
+        "safetensors' load_file, torch.equal": by_safetensors,
+        "ckpt.id of one of them": identity,
+        "hashlib's SHA-256 of one file": digest,
+    }
+    found = {name: measure.Contestant(action) for name, action in actions.items()}
+    return measure.interleaved(found, rounds)
 
 
 def _stream(files: list[str], out: str) -> None:
@@ -207,7 +277,7 @@ def _sum_whole(files: list[str], out: str) -> None:
 
 
 def tables(options: report.Options) -> list[report.Table]:
-    """Two tables; both are the work of one process, whatever the world sizes."""
+    """Three tables; all are the work of one process, whatever the world sizes."""
     with options.folder() as store:
         measure.on_ranks(SAVED_BY, _save, store, options.gib)
         ranks = measure.on_ranks(1, _convert, store, options.rounds)
@@ -217,8 +287,12 @@ def tables(options: report.Options) -> list[report.Table]:
     with options.folder() as store:
         measure.on_ranks(1, _save_models, store, options.gib)
         ranks = measure.on_ranks(1, _merge, store, options.rounds)
+        compared = measure.on_ranks(1, _compare, store, options.rounds)
     rows = report.rows("1", measure.joined(ranks), report.write_calls)
     found.append(report.Table(f"Merge, 3 in {options.gib:g} GiB, {options.where}", columns, rows))
+    title = f"Compare, 2 of {options.gib / len(WEIGHTS):.2g} GiB, {options.where}"
+    rows = report.rows("1", measure.joined(compared), report.read_mib)
+    found.append(report.Table(title, report.columns("saved by", "MiB read"), rows))
     return found
 
 

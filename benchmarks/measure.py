@@ -5,9 +5,10 @@ Rules:
 1. The machine is not quiet and not ours alone. So all contestants run in every round, in an order
    that rotates, and what counts is a contestant's ratio to the floor of the same round.
 2. Time runs from a barrier until the slowest rank is done. CPU seconds are the sum over the ranks,
-   user and system, all threads.
+   user and system, all threads, and the processes that `process` ran.
 3. Extra memory is how far a rank's resident memory rose above what it was before: the state and
-   the interpreter are not in it. The operating system keeps this peak (`VmHWM`).
+   the interpreter are not in it. The operating system keeps this peak (`VmHWM`). Of a process that
+   `process` ran all counts, with its interpreter.
 4. Reads are warm: the page cache cannot be dropped without root. Before anything that writes, what
    others left unwritten is flushed.
 """
@@ -17,6 +18,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import resource
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -25,7 +28,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -130,19 +133,36 @@ def sampled(action: Callable[[], object], meet: Callable[[], object] = lambda: N
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     meet()  # the preparation takes the ranks different times
     resident, io, cpu = _status("VmRSS"), _io(), time.process_time()
+    _ended.clear()
     start = time.perf_counter()
     action()
     seconds = time.perf_counter() - start
-    cpu = time.process_time() - cpu
+    cpu = time.process_time() - cpu + sum(one.ru_utime + one.ru_stime for one in _ended)
     after = _io()
     return Sample(
         seconds,
         cpu,
-        max(0, _status("VmHWM") - resident),
+        max(_status("VmHWM") - resident, *(one.ru_maxrss << 10 for one in _ended), 0),
         after["syscw"] - io["syscw"],
         after["rchar"] - io["rchar"],
         after["wchar"] - io["wchar"],
     )
+
+
+_ended: list[resource.struct_rusage] = []
+"""The resources that the processes of this action took."""
+
+
+def process(command: Sequence[str]) -> None:
+    """Run a command to its end, and count its resources; its output is shown if it fails."""
+    with TemporaryFile() as output:
+        started = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        _, status, used = os.wait4(started.pid, 0)
+        started.returncode = os.waitstatus_to_exitcode(status)
+        _ended.append(used)
+        if started.returncode:
+            output.seek(0)
+            raise RuntimeError(f"{command} failed:\n{output.read().decode(errors='replace')}")
 
 
 def joined(ranks: Iterable[Samples]) -> Samples:

@@ -1,4 +1,4 @@
-"""What a step pays for a run that looks after its checkpoints, and what a restore takes.
+"""What a step pays for a run that looks after its checkpoints and data, and what a restore takes.
 
     python benchmarks/run.py --store DIR
 
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 import measure
 import report
@@ -18,12 +20,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
 
 WORLD_SIZE = 2
 TENSORS = 100
 CALLS = 100_000
+SAMPLES, BATCH = 256_000, 32
 TMPFS = "/dev/shm"
 NEVER = 1 << 60
 """Steps between two saves that are not due."""
@@ -96,6 +101,60 @@ def _on_rank(
     return idle, saved, loaded
 
 
+def _batches(rounds: int) -> list[list[str]]:
+    """The batches of an epoch of small samples, and the time to the next one near its end."""
+    data = TensorDataset(torch.arange(SAMPLES))
+    size = BATCH * (SAMPLES // BATCH * 9 // 10)
+    ours = ckpt.ElasticSampler(data, num_replicas=2, rank=0)
+    theirs = DistributedSampler(data, num_replicas=2, rank=0)
+    plain, stateful = DataLoader(data, BATCH, sampler=theirs), StatefulDataLoader
+    state = {**ours.state_dict(), "position": size}
+    reached = stateful(data, BATCH, sampler=DistributedSampler(data, num_replicas=2, rank=0))
+    for _ in islice(reached, size // 2 // BATCH):
+        pass
+    saved = reached.state_dict()
+
+    def resumed() -> object:
+        ours.load_state_dict(state)
+        return next(iter(ours.batches(DataLoader(data, BATCH, sampler=ours))))
+
+    def loaded() -> object:
+        loader = stateful(data, BATCH, sampler=theirs)
+        loader.load_state_dict(saved)
+        return next(iter(loader))
+
+    def epoch(batches: Callable[[], Iterable[object]]) -> Callable[[], object]:
+        return lambda: deque(batches(), maxlen=0)
+
+    def fresh() -> Iterable[object]:
+        ours.load_state_dict({**state, "position": 0})
+        return ours.batches(DataLoader(data, BATCH, sampler=ours))
+
+    ways: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+        "ckpt.ElasticSampler, DataLoader": (epoch(fresh), resumed),
+        "DistributedSampler, DataLoader, batches skipped": (
+            epoch(lambda: plain),
+            lambda: next(islice(plain, size // 2 // BATCH, None)),
+        ),
+        "DistributedSampler, StatefulDataLoader": (
+            epoch(lambda: stateful(data, BATCH, sampler=theirs)),
+            loaded,
+        ),
+    }
+    if not torch.equal(resumed()[0], loaded()[0]):  # type: ignore[index]
+        raise RuntimeError("the loaders go on with different batches")
+    count = SAMPLES // 2 // BATCH
+    taken: dict[str, list[list[float]]] = {name: [[], []] for name in ways}
+    for _ in range(rounds):
+        for name, actions in ways.items():
+            for action, found in zip(actions, taken[name], strict=True):
+                found.append(measure.sampled(action).cpu_seconds)
+    return [
+        [name, report.spread([one / count * 1e6 for one in whole]), report.spread(next_one)]
+        for name, (whole, next_one) in taken.items()
+    ]
+
+
 def tables(options: report.Options) -> list[report.Table]:
     """The time of a call that saves nothing, of calls that save, and of both restores."""
     nbytes = int(options.gib * (1 << 30))
@@ -113,7 +172,14 @@ def tables(options: report.Options) -> list[report.Table]:
         ),
         _table(f"A step with a save, {where}", [saved for _, saved, _ in ranks]),
         _table(f"A restore, {where}", [loaded for _, _, loaded in ranks]),
+        _data_table(options.rounds),
     ]
+
+
+def _data_table(rounds: int) -> report.Table:
+    (rows,) = measure.on_ranks(1, _batches, rounds)
+    title = f"Batches of {BATCH} of {SAMPLES:,} samples, one of 2 ranks, no workers"
+    return report.Table(title, ("", "CPU µs a batch", "CPU seconds to go on at 90 %"), rows)
 
 
 def _table(title: str, ranks: Sequence[measure.Samples]) -> report.Table:
