@@ -53,10 +53,10 @@ LOAD: Where = {
         "formats.native.reader:open_shard",
         "formats.native.shard:first_chunks",
     ),
-    "matching names": ("ckpt.loading.load:match", "ckpt.loading.load:Saved"),
+    "matching names": ("ckpt.loading.agreement:match", "ckpt.loading.agreement:Saved"),
     "waiting for and telling other ranks": RANKS,
     "planning requests": (
-        "ckpt.loading.load:plan_load",
+        "ckpt.loading.agreement:plan_load",
         "ckpt.transfer.read:byte_ranges_of",
     ),
     "reading": ("ckpt.stores.local_store:LocalStore.read_into",),

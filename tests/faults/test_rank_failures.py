@@ -45,12 +45,12 @@ STEPS = {
         COMMIT,
     ),
     "load": (
-        "ckpt.loading.load:match",
-        "ckpt.loading.load:plan_load",
+        "ckpt.loading.agreement:match",
+        "ckpt.loading.agreement:plan_load",
         "ckpt.loading.load:LoadRun.read",
         INSTALL,
     ),
-    "load, exchanging": ("ckpt.loading.load:plan_load", "ckpt.loading.load:LoadRun.read"),
+    "load, exchanging": ("ckpt.loading.agreement:plan_load", "ckpt.loading.load:LoadRun.read"),
     "convert": ("ckpt.state_dict:flatten", "sharding.reshard.kinds:_mark"),
     "load a state dict": (
         "ckpt.state_dict:flatten",
@@ -259,7 +259,7 @@ SAMPLE = [
 ]
 DEATHS = [
     ("save", "ckpt.saving.save:_write", "ends", 0),
-    ("load", "ckpt.loading.load:match", "ends", 1),
+    ("load", "ckpt.loading.agreement:match", "ends", 1),
 ]
 
 
