@@ -2,11 +2,13 @@
 
 python benchmarks/async_save.py --world-size 1 2 --store DIR
 
-Two tables. The first is of workload A: the time until training may go on, over that of a copy of
+Three tables. The first is of workload A: the time until training may go on, over that of a copy of
 the same bytes into memory that is warm: of a first save, of a first one after `ckpt.prepare` (in
 processes of their own), and of later ones. The second is of a model that trains, under FSDP2: the
 steps while a save is in the background over those before it, in the same round, and all that the
-save has cost the training until it was over, in seconds.
+save has cost the training until it was over, in seconds. The third is of weights in bfloat16 for
+`from_pretrained`, written with a checkpoint: as its second output, by a conversion afterwards, and
+as most trainings do it, from a whole state dict on rank 0.
 """
 
 from __future__ import annotations
@@ -17,8 +19,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+import floor
 import measure
 import report
 import torch
@@ -26,8 +31,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 import train
 import workload
+from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
 
@@ -85,7 +95,7 @@ def _stalls(store: str, gib: float, rounds: int, is_prepared: bool) -> measure.S
             report.remove(ours)
             report.remove(theirs)
 
-    def floor() -> None:
+    def copied() -> None:
         target = warm.data_ptr()
         for source in locals_:
             ctypes.memmove(target, source.data_ptr(), source.nbytes)
@@ -99,7 +109,7 @@ def _stalls(store: str, gib: float, rounds: int, is_prepared: bool) -> measure.S
         running.append(rival.save(theirs, state_dicts, kind).result)
 
     contestants = {
-        report.FLOOR: measure.Contestant(floor, fresh),
+        report.FLOOR: measure.Contestant(copied, fresh),
         COPIED: measure.Contestant(lambda: saved("copied"), fresh),
         OVERLAPPED: measure.Contestant(lambda: saved("overlapped"), fresh),
         "torch DCP, thread": measure.Contestant(lambda: dcp(AsyncCheckpointerType.THREAD), fresh),
@@ -234,9 +244,123 @@ def _cost_rows(label: str, ranks: Sequence[dict[str, list[Cost]]]) -> list[list[
     return rows
 
 
+# The third table: weights beside a checkpoint.
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A checkpoint and its weights, on one rank."""
+
+    stall: float
+    """Seconds until training may go on."""
+    stall_cpu: float
+    """Seconds of processor time until then."""
+    cpu: float
+    """The same until all exists, of the rank and its writer process."""
+    seconds: float
+    read: int
+    """Bytes that the rank and its writer have read from files."""
+
+
+def _weights(store: str, gib: float, rounds: int) -> dict[str, list[Weights]]:
+    training = workload.build(gib)
+    ckpt.prepare(training.state)
+    time.sleep(PREPARED_SECONDS)
+    place, hf = f"{store}/ours", f"{store}/hf"
+    writer = import_module("ckpt.saving.writers").arena_writer().writer().process.pid
+
+    def save(also: ckpt.HuggingFace | None = None) -> Finish:
+        handle = ckpt.save(place, training.state, blocking=False, also=also)
+        return lambda: handle.wait(SECONDS)
+
+    def save_then_convert() -> Finish:
+        finish = save()
+
+        def rest() -> None:
+            finish()
+            ckpt.convert(place, hf, to="hf", dtype="bfloat16", group=None)
+
+        return rest
+
+    def save_and_gather() -> Finish:
+        finish = save()
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        whole = get_model_state_dict(training.model, options=options)
+        if dist.get_rank() == 0:
+            os.makedirs(hf)
+            cast = {name: tensor.bfloat16() for name, tensor in whole.items()}
+            floor.flushed(
+                lambda: save_file(cast, f"{hf}/model.safetensors"), f"{hf}/model.safetensors"
+            )
+        dist.barrier()
+        return finish
+
+    contestants: dict[str, Callable[[], Finish]] = {
+        "a checkpoint alone": save,
+        "ckpt, also=HuggingFace": lambda: save(ckpt.HuggingFace(hf, dtype="bfloat16")),
+        "ckpt, save, then convert": save_then_convert,
+        "ckpt, save; whole state dict, save_file": save_and_gather,
+    }
+    found: dict[str, list[Weights]] = {name: [] for name in contestants}
+    names = [*contestants]
+    for number in range(rounds + 1):  # the first warms everything up
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            dist.barrier()
+            if dist.get_rank() == 0:
+                report.remove(place)
+                report.remove(hf)
+                os.sync()
+            dist.barrier()
+            used, read, start = _used(writer), _read(writer), time.perf_counter()
+            finish = contestants[name]()
+            stall, stall_cpu = time.perf_counter() - start, _used()[0] - used[0]
+            finish()
+            seconds = time.perf_counter() - start
+            cost = Weights(
+                *(stall, stall_cpu, sum(_used(writer)) - sum(used), seconds, _read(writer) - read)
+            )
+            if number:
+                found[name].append(cost)
+    return found
+
+
+def _used(*others: int) -> list[float]:
+    """Seconds of processor time of this process, and of others."""
+    found = [time.process_time()]
+    for pid in others:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        found.append((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+    return found
+
+
+def _read(writer: int) -> int:
+    """Bytes that system calls of this process and another have read."""
+    texts = (Path(f"/proc/{pid}/io").read_text() for pid in ("self", writer))
+    return sum(int(text.split()[1]) for text in texts)
+
+
+def _weights_rows(label: str, ranks: Sequence[dict[str, list[Weights]]]) -> list[list[str]]:
+    rows = []
+    for name in ranks[0]:
+        rounds = [*zip(*(rank[name] for rank in ranks), strict=True)]
+        rows.append(
+            [
+                label,
+                name,
+                report.spread([max(one.stall for one in parts) for parts in rounds]),
+                report.spread([max(one.stall_cpu for one in parts) for parts in rounds]),
+                report.spread([sum(one.cpu for one in parts) for parts in rounds]),
+                report.spread([max(one.seconds for one in parts) for parts in rounds]),
+                f"{statistics.median(sum(one.read for one in parts) / 1e6 for parts in rounds):.0f}",
+            ]
+        )
+    return rows
+
+
 def tables(options: report.Options) -> list[report.Table]:
-    """Both tables, a block of rows for each world size."""
-    stalls, costs = [], []
+    """All tables, a block of rows for each world size."""
+    stalls, costs, weights = [], [], []
     trained = min(options.gib, TRAINED_GIB)
     for world_size in options.world_sizes:
         label = str(world_size)
@@ -256,7 +380,9 @@ def tables(options: report.Options) -> list[report.Table]:
             continue  # then it is the ranks that make one another wait
         with options.folder() as store:
             ranks = measure.on_ranks(world_size, _costs, store, trained, options.rounds)
+            found = measure.on_ranks(world_size, _weights, store, trained, options.rounds)
         costs += _cost_rows(label, ranks)
+        weights += _weights_rows(label, found)
     return [
         report.Table(
             f"Until training goes on, {options.gib:g} GiB, {options.where}",
@@ -267,6 +393,11 @@ def tables(options: report.Options) -> list[report.Table]:
             f"Training during a save, {trained:g} GiB, {options.where}",
             ("W", "", "call, seconds", "step ÷ before", "lost, seconds", "steps"),
             costs,
+        ),
+        report.Table(
+            f"A checkpoint and weights in bfloat16, {trained:g} GiB, {options.where}",
+            ("W", "", "call, seconds", "call, CPU", "CPU, all", "all, seconds", "MB read"),
+            weights,
         ),
     ]
 

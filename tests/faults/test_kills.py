@@ -104,7 +104,7 @@ SCENARIOS = {
 BY_DEFAULT = (
     *("overwrite by two", "save with a base, by two", "overwrite in the background with a base"),
     *("convert to ckpt, overwriting", "convert to hf, overwriting", "delete"),
-    "save with a second output in the background by two",
+    "save with a second output",
 )
 """The scenarios of the default run."""
 IN_BUCKETS = (
