@@ -352,7 +352,7 @@ def _weights_rows(label: str, ranks: Sequence[dict[str, list[Weights]]]) -> list
                 report.spread([max(one.stall_cpu for one in parts) for parts in rounds]),
                 report.spread([sum(one.cpu for one in parts) for parts in rounds]),
                 report.spread([max(one.seconds for one in parts) for parts in rounds]),
-                f"{statistics.median(sum(one.read for one in parts) / 1e6 for parts in rounds):.0f}",
+                f"{statistics.median(sum(one.read for one in parts) for parts in rounds) // 1e6:g}",
             ]
         )
     return rows
