@@ -300,7 +300,7 @@ class StoreContract:
 
         def read(seed: int) -> bool:
             chance = random.Random(seed)
-            for _ in range(30):
+            for _ in range(15):
                 name = chance.choice(list(files))
                 lo, hi = sorted(chance.choices(range(501), k=2))
                 if store.read(name, lo, hi - lo) != files[name][lo:hi]:

@@ -117,7 +117,7 @@ def load_every_way(folder: str, names: list[str]) -> int:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("compress", [False, True], ids=["raw", "zstd"])
-@pytest.mark.parametrize("saving", [thorough(1), thorough(2), 3, 4])
+@pytest.mark.parametrize("saving", [thorough(1), thorough(2), 3, thorough(4)])
 def test_every_layout_loads_into_every_layout_at_every_world_size(
     clusters: Callable, tmp_path: Path, saving: int, compress: bool
 ) -> None:

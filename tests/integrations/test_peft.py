@@ -14,6 +14,7 @@ import ckpt
 from tools.main import main
 
 peft = pytest.importorskip("peft", reason="the tests of ckpt.integrations.peft need peft")
+pytestmark = pytest.mark.thorough
 
 
 class Base(nn.Module):

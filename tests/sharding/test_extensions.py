@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.old_torch import TORCH_TRAINS_ON_CPU
+from tests.selection import thorough
 
 Clusters = Callable[[int], Any]
 
@@ -211,7 +212,7 @@ def train_beside_a_replica(reshard_after_forward: bool, names: list[str], factor
             optimizer.zero_grad(set_to_none=step % 2 == 0)
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("reshard_after_forward", [True, thorough(False)])
 def test_e01_pairs_train_as_a_replica_and_as_with_torch(
     clusters: Clusters, reshard_after_forward: bool
 ) -> None:

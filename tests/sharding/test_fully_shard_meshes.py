@@ -33,7 +33,6 @@ import sharding
 from sharding.describe.dtensor import describe
 from sharding.layout import Mesh
 from tests.old_torch import TORCH_TRAINS_ON_CPU
-from tests.selection import thorough
 
 Library = SimpleNamespace
 OURS: Library = sharding  # type: ignore[assignment]
@@ -311,7 +310,8 @@ def tensor_parallel_units(width: int, hidden: int, sequence: bool) -> None:
             torch.testing.assert_close(value, replica.state_dict()[name])
 
 
-@pytest.mark.parametrize("sequence", [thorough(False), True], ids=["plain", "sequence"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
 def test_tensor_parallel_layers_are_sharded_further_as_torchs(
     clusters: Callable, sequence: bool
 ) -> None:
