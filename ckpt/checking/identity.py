@@ -149,7 +149,7 @@ def _of_tensor(tensor: Any) -> str:
     import torch
     from torch.distributed.tensor import DTensor
 
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    whole = _gathered(tensor) if isinstance(tensor, DTensor) else tensor
     digest = _begun(str(whole.dtype).removeprefix("torch."), whole.shape)
     flat = whole.detach().contiguous().reshape(-1)
     step = max(1, BLOCK_BYTES // flat.element_size())
@@ -159,6 +159,24 @@ def _of_tensor(tensor: Any) -> str:
         digest.update(raw.data)
     found: str = digest.hexdigest()
     return found
+
+
+def _gathered(tensor: Any) -> Any:
+    """Returns the whole of a DTensor. Gloo has no 8-bit floats and few integers: bits travel."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    carriers = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+    carrier = carriers.get(tensor.element_size())
+    if carrier is None or tensor.is_complex() or any(one.is_partial() for one in tensor.placements):
+        return tensor.full_tensor()
+    bits = DTensor.from_local(
+        *(tensor.to_local().resolve_neg().view(carrier), tensor.device_mesh, tensor.placements),
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+    return bits.full_tensor().view(tensor.dtype)
 
 
 def _tensors_in(state: object, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckpt
 from tools.main import main
 
-DTYPES = ("float32", "bfloat16", "complex64", "int64", "bool", "float8_e4m3fn")
+DTYPES = ("float32", "bfloat16", "complex64", "int64", "bool", "int16", "float8_e4m3fn")
 
 
 def weights() -> dict[str, Any]:
@@ -32,11 +32,18 @@ def save_on_ranks(folder: str) -> Any:
     """On each rank: saves cut tensors, and returns the identity of those in memory."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     cuts = (Shard(0), Shard(1), Replicate())
-    state = {
-        # gloo moves no 8-bit floats
-        name: distribute_tensor(tensor, mesh, [cuts[number % 3]]) if number < 4 else tensor
-        for number, (name, tensor) in enumerate(weights().items())
-    }
+    state = {}
+    for number, (name, tensor) in enumerate(weights().items()):
+        if tensor.numel() and tensor.element_size() < 4:  # gloo does not move all of these
+            raw, cut = tensor.view(torch.uint8), cuts[number % 2]
+            parts = list(raw.view(9, 4, -1).chunk(dist.get_world_size(), cut.dim))
+            local = parts[dist.get_rank()].flatten(1).contiguous().view(tensor.dtype)
+            sizes = {"shape": tensor.shape, "stride": tensor.stride()}
+            state[name] = DTensor.from_local(local, mesh, [cut], run_check=False, **sizes)
+        elif number < 6:
+            state[name] = distribute_tensor(tensor, mesh, [cuts[number % 3]])
+        else:
+            state[name] = tensor
     ckpt.save(f"{folder}/cut", {"model": state, "step": 3})
     return ckpt.id(state)
 
