@@ -309,7 +309,7 @@ def simulation() -> Iterator[Threads]:
     put(ckpt.stores.store, "_bucket", bucket)
     put(ckpt.saving.background, "arena_writer", _arena_writer)
     put(ckpt.saving.background, "place_elsewhere", lambda *_: None)
-    put(ckpt.saving.background.Folder.__init__, "__defaults__", (queue,))
+    put(ckpt.saving.background.Folder.__init__, "__defaults__", (queue, None))
     put(in_flight, "saves", queue)
     put(Ownership, "look", look)
     put(ObjectStore, "below", below)

@@ -16,9 +16,10 @@ from tests.interleavings.bucket import Conditions
 from tests.interleavings.scheduler import Exhaustive, Threads
 from tests.interleavings.simulation import DISK, Store, simulation
 from tests.interleavings.stories import STORIES, VARIABLE, Found, replayed, run_once, search
+from tests.selection import examples
 
-QUICK_RUNS = 6
-"""Schedules of a story on one store in `make test`."""
+RUNS = 6
+"""Schedules of a story on one store in `make test-all`; `make test` has half of them."""
 LATE_RUNS = 40
 ALL_RUNS = 100_000
 """Schedules of all stories in `make test-slow`."""
@@ -41,7 +42,7 @@ def test_random_schedules_keep_each_promise(name: str, threads: Threads) -> None
         replayed(asked, threads)
         return
     for store in STORIES[name].stores:
-        search(STORIES[name], store, range(QUICK_RUNS), threads)
+        search(STORIES[name], store, range(examples(RUNS, RUNS // 2)), threads)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_random_schedules_keep_each_promise(name: str, threads: Threads) -> None
     ],
 )
 def test_requests_that_come_late_keep_each_promise(name: str, threads: Threads) -> None:
-    search(STORIES[name], Conditions.HONOURED, range(LATE_RUNS), threads, is_late=True)
+    search(STORIES[name], Conditions.HONOURED, range(examples(LATE_RUNS)), threads, is_late=True)
 
 
 @pytest.mark.slow
