@@ -38,6 +38,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", SIZES | {"head_dim": 16}),
     "qwen3-moe": ("Qwen3Moe", SIZES | MOE | {"head_dim": 16}),
     "mixtral": ("Mixtral", SIZES | {"num_local_experts": 3}),
+    "mistral": ("Mistral", SIZES),
+    "deepseek": (
+        "DeepseekV3",
+        SIZES
+        | {
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
     "gpt2": (
         "GPT2",
         {
@@ -65,6 +84,9 @@ CASES = [
     ("mixtral", "mixtral-hf-megatron"),
     ("mixtral", "mixtral-hf-stacked"),
     ("gpt2", "gpt2-hf-megatron"),
+    ("mistral", "llama-hf-megatron"),
+    ("qwen3-moe", "qwen3moe-hf-megatron"),
+    ("deepseek", "deepseekv3-hf-torchtitan"),
 ]
 
 
@@ -102,6 +124,7 @@ def assert_equal(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.T
         ("llama", "llama-hf-torchtitan"),
         ("qwen3", "qwen3-hf-torchtitan"),
         ("qwen3-moe", "qwen3-hf-torchtitan"),
+        ("deepseek", "deepseekv3-hf-torchtitan"),
     ],
 )
 def test_torchtitan_s_own_adapter_made_the_same_tensors(
@@ -161,7 +184,7 @@ def test_every_mapping_has_both_directions() -> None:
     for name in mapping_names():
         assert find_mapping(name).rules
     with pytest.raises(
-        ArgumentError, match="'lama' is neither a mapping nor a file; the mappings are gpt2-"
+        ArgumentError, match="'lama' is neither a mapping nor a file; the mappings are deepseekv3-"
     ):
         find_mapping("lama")
 

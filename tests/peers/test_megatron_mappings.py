@@ -71,6 +71,22 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         "mixtral-hf-megatron",
         GATED | {"num_moe_experts": EXPERTS, "moe_router_topk": 2, "moe_ffn_hidden_size": FFN},
     ),
+    "mistral": ("MistralForCausalLM", HF | {"sliding_window": None}, "llama-hf-megatron", GATED),
+    "qwen3-moe": (
+        "Qwen3MoeForCausalLM",
+        HF
+        | {
+            "head_dim": 16,
+            "moe_intermediate_size": FFN,
+            "num_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        },
+        "qwen3moe-hf-megatron",
+        GATED
+        | {"qk_layernorm": True, "kv_channels": 16, "num_moe_experts": EXPERTS}
+        | {"moe_router_topk": 2, "moe_ffn_hidden_size": FFN},
+    ),
     "gpt2": ("GPT2LMHeadModel", GPT2, "gpt2-hf-megatron", {"activation_func": gelu}),
 }
 
@@ -202,7 +218,7 @@ def leaves_of(nest: Any) -> Iterator[Any]:
         yield nest
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "qwen3-moe"])
 def test_a_torch_dist_folder_becomes_the_hugging_face_folder(
     name: str, tmp_path: Path, parallel_state: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +235,7 @@ def test_a_torch_dist_folder_becomes_the_hugging_face_folder(
     (tmp_path / "dist").mkdir()
     dist_checkpointing.save(model.sharded_state_dict(), str(tmp_path / "dist"))
     model_name = mapping.split("-")[0]
-    norms = [LOCAL_NORMS] if name == "mixtral" else []
+    norms = [LOCAL_NORMS] if "num_moe_experts" in options else []
     between = ["megatron-dist-layers", *norms, f"{model_name}-megatron-hf"]
     ckpt.convert(
         tmp_path / "dist",

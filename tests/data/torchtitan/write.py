@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
+from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
 from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.models.moe import MoEArgs
@@ -41,6 +43,30 @@ def shapes(experts: int, norms: bool) -> dict[str, tuple[int, ...]]:
     return found | {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
 
 
+def latent_shapes(experts: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of DeepSeek-V3: a dense layer, and one of experts, with latent attention."""
+    rank, rope = 3, 2
+    found = shapes(0, norms=False)
+    for number in range(2):
+        attention, mlp = (f"model.layers.{number}.{part}" for part in ("self_attn", "mlp"))
+        for name in "qkv":
+            del found[f"{attention}.{name}_proj.weight"]
+        found[f"{attention}.q_a_proj.weight"] = (rank, HIDDEN)
+        found[f"{attention}.q_a_layernorm.weight"] = (rank,)
+        found[f"{attention}.q_b_proj.weight"] = (HEADS * (HEAD + rope), rank)
+        found[f"{attention}.kv_a_proj_with_mqa.weight"] = (rank + rope, HIDDEN)
+        found[f"{attention}.kv_a_layernorm.weight"] = (rank,)
+        found[f"{attention}.kv_b_proj.weight"] = (HEADS * 2 * HEAD, rank)
+        for name in ("gate_proj", "up_proj", "down_proj") if number else ():
+            shape = found.pop(f"{mlp}.{name}.weight")
+            for place in ("shared_experts", *(f"experts.{expert}" for expert in range(experts))):
+                found[f"{mlp}.{place}.{name}.weight"] = shape
+    return found | {
+        f"{mlp}.gate.weight": (experts, HIDDEN),
+        f"{mlp}.gate.e_score_correction_bias": (experts,),
+    }
+
+
 def numbered(every: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     """Tensors of these shapes with consecutive numbers."""
     found, start = {}, 0
@@ -59,12 +85,15 @@ def main() -> None:
     args = Qwen3ModelArgs(dim=HIDDEN, n_layers=2, n_heads=HEADS, n_kv_heads=KV_HEADS)
     args.moe_args = MoEArgs(num_experts=EXPERTS)
     qwen = Qwen3StateDictAdapter(args, None)
-    for name, adapter, experts, norms in (
-        ("llama", llama, 0, False),
-        ("qwen3", qwen, 0, True),
-        ("qwen3-moe", qwen, EXPERTS, True),
+    latent = DeepSeekV3ModelArgs(dim=HIDDEN, n_layers=2, n_heads=HEADS, q_lora_rank=3)
+    latent.moe_args = MoEArgs(num_experts=EXPERTS)
+    for name, adapter, every in (
+        ("llama", llama, shapes(0, norms=False)),
+        ("qwen3", qwen, shapes(0, norms=True)),
+        ("qwen3-moe", qwen, shapes(EXPERTS, norms=True)),
+        ("deepseek", DeepSeekV3StateDictAdapter(latent, None), latent_shapes(EXPERTS)),
     ):
-        there = numbered(shapes(experts, norms))
+        there = numbered(every)
         made = adapter.from_hf(dict(there))
         tensors = {f"hf.{key}": value for key, value in there.items()}
         tensors |= {f"torchtitan.{key}": value.clone().contiguous() for key, value in made.items()}
