@@ -33,8 +33,9 @@ from ckpt.mapping.apply import Mapped, map_catalog
 from ckpt.mapping.model_files import (
     ModelFiles,
     config_in,
+    config_of,
     model_files_in,
-    read_config,
+    read_configs,
     read_model_files,
 )
 from ckpt.mapping.rules import Rule, TensorMapping, parse_mapping, read_mapping_file
@@ -155,7 +156,7 @@ class Changes:
     def _config(self, source: Source) -> Mapping[str, object]:
         """Returns the configuration of the model; empty if there is none."""
         if self.config is not None:
-            return read_config(self.config)
+            return config_of(read_configs(self.config), "config=")
         return config_in(source.store)
 
 

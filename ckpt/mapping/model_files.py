@@ -211,17 +211,6 @@ def read_configs(place: str | os.PathLike[str]) -> ModelFiles:
         return ModelFiles({name: store.read_whole(name, most) for name in there})
 
 
-def read_config(place: str | os.PathLike[str], options: Options = None) -> Mapping[str, object]:
-    """Returns the configuration of a model, of whose folder no other file is read.
-
-    Raises NotACheckpointError if no `config.json` and no `adapter_config.json` is at `place`.
-    """
-    with open_store(folder_of(place), options) as store:
-        if not {CONFIG, ADAPTER} & set(store.names()):
-            raise _nothing_at(folder_of(place))
-        return config_in(store)
-
-
 def base_name_of(files: ModelFiles) -> str:
     """Returns the name that the files of weights have without their ending (rule 4)."""
     found = files.content

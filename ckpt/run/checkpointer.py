@@ -47,8 +47,9 @@ from ckpt.run.history import (
 from ckpt.run.local_tier import LocalOptions, LocalTier, local_options
 from ckpt.run.memory_tier import Memory, MemoryTier
 from ckpt.run.policy import Failures, Keep, OnFailure, best_first
-from ckpt.run.saves import LastGiven, Outputs, RunSaves, SaveArguments, check_metadata
+from ckpt.run.saves import LastGiven, RunSaves, SaveArguments, check_metadata
 from ckpt.saving.agreement import StoredDtypes
+from ckpt.saving.background import Also
 from ckpt.saving.staging import COPIED, When
 from ckpt.state.patterns import Rename
 from ckpt.stores.store import Options, absolute
@@ -108,7 +109,7 @@ class Checkpointer(Uncopied):
         timeout: float = TIMEOUT_SECONDS,
         read_only: bool = False,
         save_on_exception: bool = False,
-        also: Outputs | None = None,
+        also: Also | None = None,
         also_every: int | None = None,
     ) -> None:
         """All ranks of `group` call this, with equal arguments. Writes no file.

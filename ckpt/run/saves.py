@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -41,18 +41,6 @@ from sharding.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
     from sharding.agreement.ranks import Group
-
-
-class Outputs(Protocol):
-    """The second outputs of a run's checkpoints (`ckpt.converting.second_output`)."""
-
-    def at(self, step: int) -> Also:
-        """Returns the output of a step."""
-        ...
-
-    def check_steps(self) -> None:
-        """Raises ArgumentError if the steps have no places of their own."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

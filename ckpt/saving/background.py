@@ -67,6 +67,14 @@ class Also(Protocol):
         """Writes the output; it exists when this returns, or all ranks raise."""
         ...
 
+    def at(self, step: int) -> Also:
+        """Returns the output of a step of a run."""
+        ...
+
+    def check_steps(self) -> None:
+        """Raises ArgumentError if the steps of a run have no places of their own."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class CommittedSave:

@@ -191,21 +191,16 @@ class FileCopier:
         for part in plan.parts:
             if isinstance(part, OutgoingTensor):
                 source = self.source_of(part.name)
-                itemsize = source.dtype.itemsize
-                spans, boxes = _own_parts(source, self.sizes.span_bytes)
-                for span in spans:
-                    memory = self.memory.of("unit", (span.hi - span.lo) * itemsize)
-                    self._fill_span(span, memory)
-                    file.write_at(at + span.lo * itemsize, memory)
-                    self._advance((span.hi - span.lo) * source.record.dtype.itemsize)
-                for box in boxes:
-                    self._write_rows(file, at, source, box)
+                most = max(1, self.sizes.span_bytes // source.record.dtype.itemsize)
+                for stored in source.record.pieces:
+                    for box in cut(stored.piece.box, most):
+                        self._write_box(file, at, source, box)
             elif isinstance(part, bytes) and with_literals:
                 file.write_at(at, part)
             at += length_of(part)
 
-    def _write_rows(self, file: PlacedFileWriter, at: int, source: CopySource, box: Box) -> None:
-        """Writes a box whose rows lie apart in the tensor, which begins at byte `at` of a file."""
+    def _write_box(self, file: PlacedFileWriter, at: int, source: CopySource, box: Box) -> None:
+        """Writes the rows of a box of a tensor that begins at byte `at` of a file."""
         record, dtype = source
         nbytes = box.numel * record.dtype.itemsize
         memory = self.memory.of("unit", box.numel * dtype.itemsize)
@@ -218,9 +213,6 @@ class FileCopier:
             end = done + (hi - lo) * dtype.itemsize
             file.write_at(at + lo * dtype.itemsize, memory[done:end])
             done = end
-        self._advance(nbytes)
-
-    def _advance(self, nbytes: int) -> None:
         if self.progress is not None:
             self.progress(nbytes)
 
@@ -233,46 +225,21 @@ def _cast(record: TensorRecord, stored: memoryview, memory: memoryview, dtype: D
         cast_into(record.name, stored, record.dtype, memory, dtype)
 
 
-def _own_parts(source: CopySource, span_bytes: int) -> tuple[list[Span], list[Box]]:
-    """Returns the elements that a source has: row-major runs, and boxes whose rows lie apart.
+def cut(box: Box, most: int) -> Iterator[Box]:
+    """Yields boxes of at most `most` elements that are a box together, in row-major order.
 
-    Runs that lie end to end are one. Both are cut to `span_bytes` at the source.
+    >>> [each.shape for each in cut(Box((0, 2), (3, 6)), 8)]
+    [(2, 4), (1, 4)]
     """
-    shape, most = source.record.shape, max(1, span_bytes // source.record.dtype.itemsize)
-    runs, boxes, apart = list[tuple[int, int]](), list[Box](), list[Box]()
-    for stored in source.record.pieces:
-        run = run_of(stored.piece.box, shape)
-        if run is None:
-            apart.append(stored.piece.box)
-        else:
-            runs.append(run)
-    joined: list[tuple[int, int]] = []
-    for lo, hi in sorted(runs):
-        lo = joined.pop()[0] if joined and joined[-1][1] == lo else lo
-        joined.append((lo, hi))
-    spans = [
-        Span(source, at, min(at + most, hi)) for lo, hi in joined for at in range(lo, hi, most)
-    ]
-    while apart:
-        box = apart.pop()
-        if box.numel <= most:
-            boxes.append(box)
-            continue
-        dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
-        cut = (box.lo[dim] + box.hi[dim]) // 2
-        lower = Box(box.lo, (*box.hi[:dim], cut, *box.hi[dim + 1 :]))
-        apart += [Box((*box.lo[:dim], cut, *box.lo[dim + 1 :]), box.hi), lower]
-    return spans, boxes
-
-
-def run_of(box: Box, shape: Shape) -> tuple[int, int] | None:
-    """Returns the row-major elements `[lo, hi)` that are a box; None if its rows lie apart.
-
-    >>> run_of(Box((1, 0), (3, 4)), (5, 4)), run_of(Box((0, 0), (2, 3)), (5, 4))
-    ((4, 12), None)
-    """
-    inside = Piece.packed(Box.whole(shape)).part(box)
-    return (inside.at, inside.at + box.numel) if inside.is_packed else None
+    if box.numel <= most:
+        yield box
+        return
+    dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
+    step = max(1, most * box.shape[dim] // box.numel)
+    for at in range(box.lo[dim], box.hi[dim], step):
+        lo = (*box.lo[:dim], at, *box.lo[dim + 1 :])
+        end = min(at + step, box.hi[dim])
+        yield from cut(Box(lo, (*box.hi[:dim], end, *box.hi[dim + 1 :])), most)
 
 
 def rows_of(box: Box, shape: Shape) -> Iterator[tuple[int, int]]:
