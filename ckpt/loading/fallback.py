@@ -117,6 +117,8 @@ def load_or_older(
         try:
             loaded = load(current)
         except Exception as error:
+            # Another rank has the same error, and shows its traceback.
+            is_shown = isinstance(error, CkptError) and error.shown_on is not None
             named = error.touched if isinstance(error, PartialLoadError | RankError) else ()
             touched.update(dict.fromkeys(named))
             if tries < TRIES and _failure(ranks) in REPLACED and not is_one_version(current):
@@ -127,8 +129,7 @@ def load_or_older(
             kind = (DAMAGE | more).get(_failure(ranks))
             if kind is None:
                 if not touched or (is_said and not skipped):
-                    if isinstance(error, CkptError) and error.shown_on is not None:
-                        # The other rank shows the traceback, too.
+                    if is_shown:
                         raise error.with_traceback(None) from error.__cause__
                     raise
                 is_replaced = _failure(ranks) in REPLACED
@@ -151,6 +152,8 @@ def load_or_older(
             is_denied = all(one.kind == UNREADABLE for one in skipped)
             if (len(skipped) == 1 or is_denied) and is_said:
                 _advise(error, kind, fallback)
+                if is_shown:
+                    raise error.with_traceback(None) from error.__cause__
                 raise
             raise _none_is_sound(skipped, list(touched)) from error
         if unfilled := touched.keys() - loaded.names:

@@ -91,18 +91,29 @@ def merge_on_ranks(folder: str) -> None:
             name: distribute_tensor(tensor, mesh, [Shard(1)]) if tensor.dim() == 3 else tensor
             for name, tensor in weights(seed).items()
         }
+        large = torch.full((600, 500), float(seed))
+        state["l.weight"] = distribute_tensor(large, mesh, [Shard(1)])
         ckpt.save(f"{folder}/run/step-{seed}", {"model": state, "seed": seed})
-    ckpt.merge([f"{folder}/run"], f"{folder}/by-2.safetensors", last=2, part="model", group=None)
+    how: Any = {"last": 2, "part": "model", "group": None, "lora": f"{folder}/adapter"}
+    ckpt.merge([f"{folder}/run"], f"{folder}/adapted-2.safetensors", **how)
+    ckpt.merge([f"{folder}/run"], f"{folder}/by-2.safetensors", **how | {"lora": ()})
 
 
 @pytest.mark.thorough
 def test_several_ranks_merge_to_equal_bits(clusters: Callable[[int], Any], tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", factors_of("l", 600, 500, 0))
     clusters(2).run(merge_on_ranks, str(tmp_path))
     ckpt.merge([tmp_path / "run"], tmp_path / "by-1.safetensors", last=2, part="model")
-    one, two = (tmp_path / f"by-{ranks}.safetensors" for ranks in (1, 2))
-    assert one.read_bytes() == two.read_bytes()
-    expected = reference([weights(0), weights(1)], (0.5, 0.5))
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in load_file(one).items())
+    run, out = [tmp_path / "run"], tmp_path / "adapted-1.safetensors"
+    ckpt.merge(run, out, last=2, part="model", lora=adapter)
+    for name in ("by", "adapted"):
+        one, two = (tmp_path / f"{name}-{ranks}.safetensors" for ranks in (1, 2))
+        assert one.read_bytes() == two.read_bytes()
+    found, expected = (
+        load_file(tmp_path / "by-1.safetensors"),
+        reference([weights(0), weights(1)], (0.5, 0.5)),
+    )
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_an_exponential_average_counts_the_newest_step_most(tmp_path: Path) -> None:
