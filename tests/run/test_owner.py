@@ -47,17 +47,9 @@ with ckpt.Checkpointer(sys.argv[1], every_steps=1, signals=(), keep=ckpt.Keep(la
 
 
 def test_a_job_that_lives_on_beside_a_newer_one_ends_with_an_error_that_names_the_newer(
-    tmp_path: Path,
+    programs: Callable[..., Any], tmp_path: Path
 ) -> None:
-    older = subprocess.Popen(
-        [sys.executable, "-c", OLDER, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert older.stdin is not None
-    assert older.stdout is not None
+    older = programs(OLDER, tmp_path)
     print("1", file=older.stdin, flush=True)
     assert older.stdout.readline() == "saved 1\n"
     with job(tmp_path) as run:
