@@ -58,6 +58,7 @@ def fully_shard(
     over the mesh; the module's class gets the methods of `FSDPModule`. Call this on inner modules
     first, then on the outermost, and make the optimizer afterwards. All ranks of the mesh call
     this, in the same order. It does not communicate, so ranks must have or load equal parameters.
+    Over a mesh of GPUs it moves parameters and buffers there, and the outermost module its inputs.
 
     Args:
         mesh: one dimension to shard over, or two: to replicate over and to shard over. By default
@@ -96,6 +97,9 @@ def fully_shard(
     offload = isinstance(offload_policy, CPUOffloadPolicy)
     free = list(free_parameters(modules, ignored_params or ()))
     taken = [found for found in free if found.borrowed is None]
+    device = _device_of(mesh)
+    if device is not None:
+        _move([found.parameter for found in taken], modules, device)
     # All checks, for every parameter, before any parameter is replaced.
     dims = [_dimension(found, shard_placement_fn) for found in taken]
     entries = list(map(partial(_shard, placing, offload), taken, dims))
@@ -113,7 +117,7 @@ def fully_shard(
         for entry in together:
             entry.param_group = param_group
     inputs = mp_policy.param_dtype if mp_policy.cast_forward_inputs else None
-    policy = UnitPolicy(inputs, inputs, mp_policy.output_dtype, reshard)
+    policy = UnitPolicy(inputs, inputs, mp_policy.output_dtype, reshard, input_device=device)
     check = OrderCheck.if_wanted()
     unit = Unit(modules, param_groups, borrowed, policy, lambda: _check_order(unit, check))
     attach(unit)
@@ -182,6 +186,23 @@ def _check(modules: tuple[nn.Module, ...]) -> None:
                 f"fully_shard does not support containers that do not implement forward: {module}; "
                 "call it on the modules in it"
             )
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device | None:
+    """Returns this process's device of a mesh; None for the CPU."""
+    if mesh.device_type == "cpu":
+        return None
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def _move(
+    parameters: Iterable[nn.Parameter], modules: Iterable[nn.Module], device: torch.device
+) -> None:
+    """Moves what a unit takes, and its buffers, to the device of the mesh, as torch does."""
+    buffers = (buffer for module in modules for buffer in module.buffers())
+    for tensor in (*parameters, *buffers):
+        if tensor.device.type not in ("meta", device.type):
+            tensor.data = tensor.data.to(device)
 
 
 def _device_type() -> str:

@@ -18,6 +18,7 @@ import signal
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing.connection import Client, Connection
 from multiprocessing.reduction import recv_handle
 from types import FrameType, ModuleType
@@ -145,7 +146,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a rank that crashes leaves a stack, no file
     torch.set_num_threads(1)
     for name in IMPORTED:
-        importlib.import_module(name)
+        if find_spec(name.partition(".")[0]) is not None:  # a machine with a GPU may have few
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a rank collects only its own garbage, and shares the rest with this process
     connection = Client(sys.argv[1], family="AF_UNIX")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -138,3 +140,18 @@ def test_each_function_that_a_program_names_by_a_string_exists() -> None:
                     if name not in names:
                         missing.append(f"{path.relative_to(ROOT)}: {module}:{name}")
     assert missing == []
+
+
+def test_a_save_and_a_load_need_no_package_that_a_machine_with_a_gpu_may_lack() -> None:
+    program = """
+import sys
+for name in ("aiobotocore", "aiohttp", "boto3", "moto", "s3fs", "safetensors", "zstandard"):
+    sys.modules[name] = None  # an import of it is an error
+import tempfile, torch, ckpt
+model = torch.nn.Linear(2, 2)
+with tempfile.TemporaryDirectory() as folder, ckpt.Checkpointer(folder, every_steps=1) as run:
+    run.save(1, {"model": model})
+    run.wait_until_finished()
+    assert run.restore({"model": torch.nn.Linear(2, 2)}) == 1
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=120)

@@ -46,7 +46,6 @@ from ckpt.state.memory import memory_of
 from ckpt.state.saved import Saved
 from ckpt.stores.addresses import parse
 from ckpt.stores.store import Options, Store, is_live, is_newest
-from ckpt.transfer.live_deltas import apply_delta
 from ckpt.transfer.record_sums import Verify
 from ckpt.transfer.run import SharedTargets
 from formats.catalog import Catalog
@@ -321,6 +320,8 @@ def _has_base(source: Source, found: Match, rank: int, options: LoadOptions) -> 
         return False
     item, local = min(likely, key=lambda one: (one[1].ndim < 2, one[1].numel()))
     requests = requests_for(source.catalog.tensors[item.source], item.layout.pieces(rank))
+    from ckpt.transfer.live_deltas import apply_delta  # zstandard is for those who need it
+
     limits = Limits(PROBE_BYTES, PROBE_BYTES, PROBE_BYTES)
     first = byte_ranges_of(requests, verify=True, limits=limits)[:1]
     return apply_delta(store, first, [memory_of(local.clone())]) == []

@@ -151,6 +151,8 @@ def page_lock(data: memoryview) -> None:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if int(runtime.cudaHostRegister(address, len(data), 0)) == 0:
             _locked[address] = len(data)
+        else:  # a refusal stays as CUDA's last error, and would be that of the next kernel
+            ctypes.CDLL(None).cudaGetLastError()
 
 
 def release(address: int) -> None:

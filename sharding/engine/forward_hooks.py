@@ -17,7 +17,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable, without it
 
 from sharding.engine.order_check import OrderCheck, check_shards
 from sharding.engine.runtime import Runtime, runtime_of
-from sharding.engine.unit import Unit, UnitCall, Whole, in_dtype, tensors_in
+from sharding.engine.unit import Unit, UnitCall, Whole, in_dtype, on_device, tensors_in
 from sharding.errors import MisuseError
 
 
@@ -62,6 +62,9 @@ class ForwardHooks:
             _begin(call, runtime)
         else:
             call = runtime.running[unit][-1]
+        if policy.input_device is not None and unit.is_root:
+            args = on_device(args, policy.input_device)
+            kwargs = on_device(kwargs, policy.input_device)
         cast = policy.cast_root_inputs if unit.is_root else policy.cast_inputs
         if cast is not None and not unit.full_precision:
             args, kwargs = in_dtype(args, cast), in_dtype(kwargs, cast)

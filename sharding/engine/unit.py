@@ -100,6 +100,8 @@ class UnitPolicy:
     always_show_sharded: bool = False
     """Whether modules have the sharded parameters after the root's forward even if the
     unsharded ones stay in memory."""
+    input_device: torch.device | None = None
+    """The device for the inputs of the root; None leaves them where they are."""
     units_to_forward_prefetch: tuple[Unit, ...] | None = None
     """Units to gather while this one runs forward; None: those that followed the last time."""
     units_to_backward_prefetch: tuple[Unit, ...] | None = None
@@ -459,6 +461,11 @@ def _differ(items: Iterable[object], others: Iterable[object]) -> bool:
 def in_dtype(nest: T, dtype: torch.dtype) -> T:
     """Returns the nest with its floating-point tensors in another dtype."""
     return map_tensors(nest, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def on_device(nest: T, device: torch.device) -> T:
+    """Returns the nest with its tensors on a device."""
+    return map_tensors(nest, lambda t: t.to(device))
 
 
 _TIED = "_sharding_entry"

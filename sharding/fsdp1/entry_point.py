@@ -42,7 +42,7 @@ from sharding.engine.unit import (
     UnitPolicy,
     find_tied_group,
     free_parameters,
-    map_tensors,
+    on_device,
     units_of,
 )
 from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError
@@ -125,8 +125,8 @@ class EntryPoint:
             for entry_point in entry_points(self.owner):
                 entry_point.choose_precision()
             if self.compute_device.type != "cpu":
-                args = map_tensors(args, lambda tensor: tensor.to(self.compute_device))
-                kwargs = map_tensors(kwargs, lambda tensor: tensor.to(self.compute_device))
+                args = on_device(args, self.compute_device)
+                kwargs = on_device(kwargs, self.compute_device)
         if runtime.order_check is None:
             runtime.order_check = self.order_check
         ready: tuple[tuple[Any, ...], dict[str, Any]]

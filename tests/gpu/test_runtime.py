@@ -86,6 +86,19 @@ def trains(device: str, way: str) -> None:
     assert {p.device.type for p in model.parameters()} == {device}
 
 
+def trains_from_host_memory(device: str, way: str) -> None:
+    """The model, its buffers and the inputs of each step are in host memory at first."""
+    network(device)  # chooses the device
+    model = wrapped(way, models.network(0), device)
+    models.train(model, adam(model), range(2), data=data("cpu"))
+    assert {tensor.device.type for _, tensor in states(model)} == {device}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_and_inputs_in_host_memory_are_moved(ranks: Ranks, device: str, way: str) -> None:
+    ranks(device, 1).run(trains_from_host_memory, device, way)
+
+
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_network_trains_as_its_replica(ranks: Ranks, device: str, way: str, count: int) -> None:
