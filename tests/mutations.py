@@ -353,7 +353,7 @@ MUTATIONS = (
     ),
     Mutation(
         "reading: a listing that is out of date is taken again",
-        "        if left and listing.newest != before.newest:\n            continue\n",
+        "        if tries_left and listing.newest != before.newest:\n            continue\n",
         "",
         "ckpt/newest interleavings/runs",
     ),

@@ -73,7 +73,7 @@ class Age(NamedTuple):
     """The name of its folder."""
 
 
-def newest_first(found: Iterable[T], age: Callable[[T], Age]) -> list[T]:
+def newest_first(checkpoints: Iterable[T], age: Callable[[T], Age]) -> list[T]:
     """Returns checkpoints of one folder, the newest first.
 
     Those with a counter are in its order; equal ones stay as they were given. Beside those without,
@@ -86,12 +86,12 @@ def newest_first(found: Iterable[T], age: Callable[[T], Age]) -> list[T]:
     """
     counted: list[tuple[tuple[int, int], float, T]] = []
     others: list[tuple[tuple[float, object], T]] = []
-    for one in found:
-        time, order, name = age(one)
+    for checkpoint in checkpoints:
+        time, order, name = age(checkpoint)
         if order is None:
-            others.append(((time, natural(name)), one))
+            others.append(((time, natural(name)), checkpoint))
         else:
-            counted.append((order, time, one))
+            counted.append((order, time, checkpoint))
     counted.sort(key=lambda row: row[0], reverse=True)
     times = list(accumulate((time for _, time, _ in reversed(counted)), max))
     ordered = [
@@ -170,10 +170,10 @@ def latest(
     ...     ckpt.latest(folder).removeprefix(folder)
     '/step-10'
     """
-    found, skipped = newest_sound(folder, verify, storage_options)
+    url, skipped = newest_sound(folder, verify, storage_options)
     if skipped:
-        warn(FallbackWarning(found, skipped), stacklevel=2)
-    return found
+        warn(FallbackWarning(url, skipped), stacklevel=2)
+    return url
 
 
 def newest_sound(
@@ -181,21 +181,21 @@ def newest_sound(
 ) -> tuple[str, list[Skipped]]:
     """Returns the result of `latest` and the newer checkpoints that are not sound. Raises alike."""
     listing = list_checkpoints(folder, options)
-    left = LISTINGS
+    tries_left = LISTINGS
     while True:
-        failure, found, left = None, ("", list[Skipped]()), left - 1
+        failure, result, tries_left = None, ("", list[Skipped]()), tries_left - 1
         try:
-            found = _newest_sound(folder, listing, verify, options)
+            result = _newest_sound(folder, listing, verify, options)
         except (FormatError, NotACheckpointError, ReplacedError) as error:
             failure = error
-        if failure is None and not found[1]:
-            return found
+        if failure is None and not result[1]:
+            return result
         before, listing = listing, list_checkpoints(folder, options)
-        if left and listing.newest != before.newest:
+        if tries_left and listing.newest != before.newest:
             continue
         if failure is not None:
             raise failure
-        return found
+        return result
 
 
 def _newest_sound(
@@ -209,8 +209,8 @@ def _newest_sound(
         Skipped(join_url(folder, name), UNREADABLE, str(error))
         for name, error in listing.found.unreadable.items()
     ]
-    for one in listing.newest:
-        url = join_url(folder, one.name)
+    for checkpoint in listing.newest:
+        url = join_url(folder, checkpoint.name)
         wrong = wrong_with(url, verify, options, listing.found)
         if wrong is None:
             return url, skipped
@@ -219,11 +219,11 @@ def _newest_sound(
         for error in listing.found.unreadable.values():
             raise error
     if skipped:
-        said = "; ".join(wrong.message for wrong in skipped[:SHOWN])
+        reasons = "; ".join(wrong.message for wrong in skipped[:SHOWN])
         more = f"; and {len(skipped) - SHOWN} more" if len(skipped) > SHOWN else ""
         raise CorruptError(
             f"{os.fspath(folder)}: none of the {len(skipped)} checkpoints in it is sound: "
-            f"{said}{more}"
+            f"{reasons}{more}"
         )
     raise NotACheckpointError(f"{os.fspath(folder)}: {_what_is_there(folder, options)}")
 
@@ -248,18 +248,18 @@ def list_checkpoints(
     """
     before: list[str] = []
     with open_store(folder, options) as store:
-        found = checkpoints_in(store, with_bases, listing)
+        checkpoints = checkpoints_in(store, with_bases, listing)
         for _ in range(LISTINGS):
-            names = [] if found.facts or found.unreadable else store.folders()
+            names = [] if checkpoints.facts or checkpoints.unreadable else store.folders()
             if names == before:
                 break
             before = names
-            found = checkpoints_in(store, with_bases)
-        known = [
-            Committed(name, _time(store, name, facts.metadata, found), facts.metadata)
-            for name, facts in found.facts.items()
+            checkpoints = checkpoints_in(store, with_bases)
+        committed = [
+            Committed(name, _time(store, name, facts.metadata, checkpoints), facts.metadata)
+            for name, facts in checkpoints.facts.items()
         ]
-    return Listed(newest_first(known, lambda one: one.age), found)
+    return Listed(newest_first(committed, lambda one: one.age), checkpoints)
 
 
 def wrong_with(

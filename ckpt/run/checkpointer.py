@@ -289,7 +289,8 @@ class Checkpointer(Uncopied):
         saves = self._saves
         if saves.has_begun(step, force):
             return False
-        text, own = metrics_text(metrics or {}), check_metadata(metadata or {})
+        metrics_as_text = metrics_text(metrics or {})
+        checked_metadata = check_metadata(metadata or {})
         if tier is not None:
             is_saving = saves.is_in_run_folder and saves.is_under_way
             tier = tier if self._ranks.can_save_locally(step, is_saving) else None
@@ -302,8 +303,8 @@ class Checkpointer(Uncopied):
         if not saves.own(step, tier, self._counter):
             return False
         how = self._arguments
-        run = {STEP: str(step), METRICS: text, PROVENANCE: self._provenance}
-        written = {**how.metadata, **own, **run, **self._counter.next()}
+        run = {STEP: str(step), METRICS: metrics_as_text, PROVENANCE: self._provenance}
+        written = {**how.metadata, **checked_metadata, **run, **self._counter.next()}
         in_memory = memory is not None and memory.save(step, state, written, how.blocking)
         if not is_due and tier is None:
             return in_memory
@@ -326,12 +327,12 @@ class Checkpointer(Uncopied):
 
         An error of ckpt itself has come on all ranks, and would come again.
         """
-        given, how = self._given, self._arguments
-        if given is None or self._is_closed or isinstance(error, CkptError):
+        last_given, how = self._given, self._arguments
+        if last_given is None or self._is_closed or isinstance(error, CkptError):
             return
         seconds = min(how.timeout, how.deadline or EXCEPTION_SECONDS)
         ranks = RunRanks(self.url, Ranks(how.group, seconds, "runs"), how.storage_options)
-        step, is_whole = ranks.agree_on_last(given.step, given.is_whole)
+        step, is_whole = ranks.agree_on_last(last_given.step, last_given.is_whole)
         kind, last = type(error).__name__, self._saves.last_step
         if step is None or (step == last and not self._saves.is_retrying):
             return  # no step was given, or the ranks were at different ones, or it is saved
@@ -339,8 +340,10 @@ class Checkpointer(Uncopied):
             self._ranks.warn(f"step {step} is not saved after {kind}: the next one had begun")
             return
         self._is_ending = True
-        metadata, dtype = given.metadata, given.dtype
-        if self.save(step, given.state, given.metrics, True, metadata=metadata, dtype=dtype):
+        metadata, dtype = last_given.metadata, last_given.dtype
+        if self.save(
+            step, last_given.state, last_given.metrics, True, metadata=metadata, dtype=dtype
+        ):
             self._ranks.warn(f"step {step} is saved after {kind}")
 
     def _local_due(self, step: int) -> LocalTier | None:
@@ -402,28 +405,28 @@ class Checkpointer(Uncopied):
             load_options, strict, mapping, parameters, rename, include, exclude, dtype, casting
         )
         options = self._load_options("restore", checked, how.storage_options, by_host=True)
-        found = dict(self._ranks.restorable(step, self._local, self._memory))
-        if not found:
+        step_at = dict(self._ranks.restorable(step, self._local, self._memory))
+        if not step_at:
             self._is_restored = True
             self._ranks.log("no checkpoint to restore, the run begins")
             return None
 
         def list_again() -> list[str]:
             now = dict(self._ranks.restorable(step, self._local, self._memory))
-            found.update(now)
+            step_at.update(now)
             return list(now)
 
         ranks = Ranks(how.group, how.timeout)
-        first, *others = found
+        first, *others = step_at
         once = partial(load_once, ranks, state=state, options=options)
-        _, taken = load_or_older(ranks, first, others, once, how.storage_options, list_again)
+        _, url = load_or_older(ranks, first, others, once, how.storage_options, list_again)
         self._is_restored = True
-        restored = found[taken]
+        restored = step_at[url]
         self._saves.last_step = restored
         self._due.goes_back()
         if self._given is not None:
             self._given.forget()
-        self._ranks.log(f"restored step {restored} from {without_secrets(taken)}")
+        self._ranks.log(f"restored step {restored} from {without_secrets(url)}")
         return restored
 
     def _load_options(

@@ -112,9 +112,9 @@ class RunRanks:
             steps = run_steps(self.url, storage_options=self._options)
             if not steps:
                 check_no_foreign_steps(self.url, self._options)
-            told = provenance([row[0] for row in rows])
-            known = [_row(one) for one in steps]
-            return json.dumps([others, told, known, [row[2] for row in rows]]).encode()
+            program = provenance([row[0] for row in rows])
+            rows_of_steps = [_row(one) for one in steps]
+            return json.dumps([others, program, rows_of_steps, [row[2] for row in rows]]).encode()
 
         place = f"{host_name()} {machine()} {folder}"
         record = [host_name(), arguments, place if folder else ""]

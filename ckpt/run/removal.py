@@ -89,50 +89,52 @@ def removals(
     """
     listing = None if owner is None else owner.listing(FRESH_SECONDS)
     run = list_steps(url, options, with_bases=local_path(url) is None, listing=listing)
-    steps, found = removable(run.steps, keep, time.time()), run.found
-    if found is None:
+    steps, checkpoints = removable(run.steps, keep, time.time()), run.found
+    if checkpoints is None:
         return
-    if found.files is None:
+    if checkpoints.files is None:
         yield from _one_by_one(url, steps, options, dry_run, look)
         return
     with open_store(url, options) as store:
-        done, stay = _split_unneeded(url, store, steps, found)
+        done, stay = _split_unneeded(url, store, steps, checkpoints)
         yield from stay
         if done and not dry_run:
             if look is not None:
-                look(found.names() if found.is_recent else None)
-            found = remove_together(store, done, found)
+                look(checkpoints.names() if checkpoints.is_recent else None)
+            checkpoints = remove_together(store, done, checkpoints)
         yield from (Removal(one) for one in done)
         if owner is not None:
             if listing is None or done:
-                owner.note(found.listing)
+                owner.note(checkpoints.listing)
             try:
-                write_index(store, found)
+                write_index(store, checkpoints)
             except OSError as error:  # without an index all is right, by more requests
                 _log.info("%s: the index was not written: %s", without_secrets(url), error)
 
 
 def _split_unneeded(
-    url: str, store: Store, steps: Sequence[RunStep], found: Checkpoints
+    url: str, store: Store, steps: Sequence[RunStep], checkpoints: Checkpoints
 ) -> tuple[list[RunStep], list[Removal]]:
     """Returns the steps from which none borrows that stays, and those that must stay."""
     gone: set[str] = set()
     done, stay = [], []
-    for one in steps:
-        users = [name for name in borrowers_among(found, one.name) if name not in gone]
+    for step in steps:
+        users = [name for name in borrowers_among(checkpoints, step.name) if name not in gone]
         try:
             if users:
                 raise InUseError(f"{borrowing(users)} and cannot be read without it")
-            check_readable(found, store, join_url(url, one.name), one.name, gone)
+            check_readable(checkpoints, store, join_url(url, step.name), step.name, gone)
         except InUseError as error:
-            stay.append(Removal(one, str(error).removeprefix(f"{join_url(url, one.name)}: ")))
+            stay.append(Removal(step, str(error).removeprefix(f"{join_url(url, step.name)}: ")))
         else:
-            gone.add(one.name)
-            done.append(one)
+            gone.add(step.name)
+            done.append(step)
     return done, stay
 
 
-def remove_together(store: Store, steps: Sequence[RunStep], found: Checkpoints) -> Checkpoints:
+def remove_together(
+    store: Store, steps: Sequence[RunStep], checkpoints: Checkpoints
+) -> Checkpoints:
     """Removes checkpoints together; returns those that are left. Raises OSError or FormatError.
 
     All manifests go first. A save that takes one of these checkpoints as its base meanwhile finds
@@ -141,27 +143,31 @@ def remove_together(store: Store, steps: Sequence[RunStep], found: Checkpoints) 
     """
     files: dict[str, list[str]] = {}
     failed: Exception | None = None
-    for one in steps:
-        there = (found.files or {}).get(one.name, {})
+    for step in steps:
+        its_files = (checkpoints.files or {}).get(step.name, {})
         try:
-            files[one.name] = found.facts[one.name].files_among(there) or _files_of(store, one.name)
+            files[step.name] = checkpoints.facts[step.name].files_among(its_files) or _files_of(
+                store, step.name
+            )
         except (OSError, FormatError) as error:
             failed = failed or error
     try:
         tags = {
-            f"{name}/{MANIFEST}": found.known[name].tag for name in files if name in found.known
+            f"{name}/{MANIFEST}": checkpoints.known[name].tag
+            for name in files
+            if name in checkpoints.known
         }
         store.delete_all([f"{name}/{MANIFEST}" for name in files], tags)
     except OSError as error:
         failed = failed or error
-    left = checkpoints_in(store)
-    needed = base_files(store, left)
-    if {*left.unclear} <= {*found.unclear}:
+    remaining = checkpoints_in(store)
+    needed = base_files(store, remaining)
+    if {*remaining.unclear} <= {*checkpoints.unclear}:
         store.delete_all(
             [
                 f"{name}/{file}"
                 for name, its in files.items()
-                if name not in left.facts and name not in left.unreadable
+                if name not in remaining.facts and name not in remaining.unreadable
                 for file in its
                 if (name, file) not in needed.files
                 and not any(json.dumps(name).encode() in data for data in needed.damaged)
@@ -169,7 +175,7 @@ def remove_together(store: Store, steps: Sequence[RunStep], found: Checkpoints) 
         )
     if failed is not None:
         raise failed
-    return left
+    return remaining
 
 
 def _files_of(store: Store, name: str) -> list[str]:

@@ -192,18 +192,18 @@ def checkpoints_in(
     listing = store.below() if listing is None else listing
     files: dict[str, dict[str, ObjectInfo]] | None = None
     known: dict[str, Known] = {}
-    there: dict[str, ObjectInfo] = {}
+    manifests: dict[str, ObjectInfo] = {}
     if listing is None:
         names = store.folders()
     else:
         files = {"": {}}
-        for path, one in listing.items():
+        for path, info in listing.items():
             folder, _, name = path.rpartition("/")
-            files.setdefault(folder, {})[name] = one
+            files.setdefault(folder, {})[name] = info
             if name == MANIFEST and folder and "/" not in folder:
-                there[folder] = one
-        names = sorted(there)
-        known = _find_all_known(store, there, INDEX in files[""], with_bases)
+                manifests[folder] = info
+        names = sorted(manifests)
+        known = _find_all_known(store, manifests, INDEX in files[""], with_bases)
     unknown = [name for name in names if name not in known]
     look = partial(_read, store, with_bases, files is not None)
     if files is None and (with_bases or len(unknown) <= WORKERS):
@@ -214,14 +214,14 @@ def checkpoints_in(
             read = dict(zip(unknown, pool.map(look, unknown), strict=True))
     facts, unreadable = {}, {}
     for name in names:
-        found = known.get(name) or read[name]
-        if isinstance(found, OSError):
-            unreadable[name] = found
-        elif found is not None:
-            facts[name] = found.facts
-            seen = there.get(name)
-            if seen is not None and seen.tag and found[:2] == (seen.nbytes, seen.tag):
-                known[name] = found
+        checkpoint = known.get(name) or read[name]
+        if isinstance(checkpoint, OSError):
+            unreadable[name] = checkpoint
+        elif checkpoint is not None:
+            facts[name] = checkpoint.facts
+            seen = manifests.get(name)
+            if seen is not None and seen.tag and checkpoint[:2] == (seen.nbytes, seen.tag):
+                known[name] = checkpoint
     if files is not None:
         _remember(str(store.url), known)
     return Checkpoints(facts, unreadable, files, known, len(unknown) <= FEW)
