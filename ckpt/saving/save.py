@@ -362,5 +362,6 @@ def prepare(state: object, *, group: Group = None, timeout: float = TIMEOUT_SECO
         stored = choose_layouts(held.whole.tensors)
         plan = plan_save(spec_of(held.flat).tensors, stored, ranks.global_rank)
         leaves = list(held.flat.leaves.values())
-        for_cuda = any(leaves[item.source].local.is_cuda for item in plan.items)
-        arena_writer().prepare(plan.nbytes, workers_for(ranks.world_size), for_cuda)
+        locals_ = (leaves[item.source].local for item in plan.items)
+        device = next((local.device for local in locals_ if local.is_cuda), None)
+        arena_writer().prepare(plan.nbytes, workers_for(ranks.world_size), device)

@@ -120,7 +120,7 @@ class DeviceCopies:
             stream = self._streams[local.device] = torch.cuda.Stream(  # type: ignore[no-untyped-call]
                 local.device
             )
-            page_lock(self._data)
+            page_lock(self._data, local.device)
         stream.wait_stream(torch.cuda.current_stream(local.device))
         with torch.cuda.stream(stream):
             source = slot.flat.resolve_conj().resolve_neg()
@@ -141,13 +141,16 @@ _locked: dict[int, int] = {}
 """The sizes of registered arenas, by their addresses."""
 
 
-def page_lock(data: memoryview) -> None:
-    """Registers an arena's memory with CUDA, unless it is registered."""
+def page_lock(data: memoryview, device: torch.device) -> None:
+    """Registers an arena's memory with CUDA, unless it is registered.
+
+    A new thread has GPU 0, where the registration would make a context: so it names the device.
+    """
     address = ctypes.addressof(ctypes.c_char.from_buffer(data))
     if _locked.get(address, 0) >= len(data):
         return
     release(address)
-    with suppress(RuntimeError, AttributeError):
+    with suppress(RuntimeError, AttributeError), torch.cuda.device(device):
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if int(runtime.cudaHostRegister(address, len(data), 0)) == 0:
             _locked[address] = len(data)

@@ -22,6 +22,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 
+import torch
+
 from ckpt.errors import StoreError
 from ckpt.saving.arena import Arena, set_progress
 from ckpt.saving.staging import page_lock, release
@@ -172,11 +174,11 @@ class ArenaWriter:
         self.wait_prepared()
         return self.arena.reserve(nbytes)
 
-    def prepare(self, nbytes: int, workers: int, for_cuda: bool) -> None:
+    def prepare(self, nbytes: int, workers: int, device: torch.device | None) -> None:
         """Reserves so many bytes; another thread touches them and starts a writer.
 
-        `workers` threads touch the bytes; `for_cuda` also page-locks them. Called while no save
-        uses the arena.
+        `workers` threads touch the bytes, which are page-locked for a `device`. Called while no
+        save uses the arena.
         """
         data = self.reserve(nbytes)
 
@@ -184,8 +186,8 @@ class ArenaWriter:
             with suppress(OSError, RuntimeError):  # the save tries again, and tells of the error
                 self.arena.touch(workers)
                 self.writer()
-                if for_cuda:
-                    page_lock(data)
+                if device is not None:
+                    page_lock(data, device)
 
         thread = threading.Thread(target=work, name="ckpt-prepare", daemon=True)
         with suppress(RuntimeError):  # no thread can be started: the interpreter may be ending

@@ -153,11 +153,26 @@ def test_what_streams_were_told_before_the_call_is_stored(tmp_path: Path) -> Non
 def test_the_memory_that_is_copied_into_is_page_locked_until_it_is_released() -> None:
     with mmap.mmap(-1, 1 << 20) as memory:
         data = memoryview(memory)
-        device_copies.page_lock(data)
+        device_copies.page_lock(data, torch.device("cuda", 0))
         seen = torch.frombuffer(data, dtype=torch.uint8)
         assert seen.is_pinned()
-        device_copies.page_lock(data)  # again: nothing to be done
+        device_copies.page_lock(data, torch.device("cuda", 0))  # again: nothing to be done
         device_copies.release(ctypes.addressof(ctypes.c_char.from_buffer(data)))
         assert not seen.is_pinned()
         del seen
+        data.release()
+
+
+@pytest.mark.gpu
+def test_a_refused_page_lock_is_not_the_error_of_the_next_kernel() -> None:
+    device = torch.device("cuda", 0)
+    with mmap.mmap(-1, 1 << 20) as memory:
+        data = memoryview(memory)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(data))
+        device_copies.page_lock(data, device)
+        device_copies._locked.clear()
+        device_copies.page_lock(data, device)  # refused: it is registered
+        assert torch.ones(4, device=device).add_(1).tolist() == [2.0] * 4
+        device_copies._locked[address] = len(data)
+        device_copies.release(address)
         data.release()
