@@ -69,6 +69,11 @@ MEMORY = "/memory"
 STEP = "{step}"
 """The part of a place that becomes the number of the step."""
 
+_CHANGES = (
+    *("select", "part", "include", "exclude", "mapping"),
+    *("rename", "prefix", "parameters", "config"),
+)
+"""The arguments that `Changes` has too."""
 Fill = Callable[[int, memoryview], None]
 """Fills memory with this rank's bytes from a place on."""
 
@@ -159,8 +164,7 @@ class SecondOutput:
 
         The last plan is kept: a training saves the same tensors again and again.
         """
-        configs = self._configs()
-        target = self._target()
+        configs, target = self._configs(), self._target()
         own = [getattr(self, one.name) for one in fields(self) if one.name != "place"]
         key = [target.format, *own, configs, described.aliases]
         for tensors, known, planned in _last:
@@ -174,8 +178,7 @@ class SecondOutput:
         catalog = Catalog("memory", records, described.tree, (), described.aliases)
         source = Source(store.url, store, catalog)
         found, changes = self._describe(source, configs)
-        allows = self.allow_loss
-        target.check_losses(source, changes, configs, found, allows)
+        target.check_losses(source, changes, configs, found, self.allow_loss)
         plans = target.tensor_plans(found.state, configs)
         has_sums = any(plan.needs_sums or plan.chunk_bytes for plan in plans)
         beside: tuple[FilePlan, ...] = ()
@@ -191,42 +194,45 @@ class SecondOutput:
 
         All ranks call this.
         """
+        # All that can fail runs inside an exchange: nothing else tells the other ranks.
         target, is_far = self._target(), local_path(self.place) is None
-        ranks.doing("writing a second output")
-        with open_store(save.url, save.options) as store, ExitStack() as stack:
-            planned = ranks.run_on_all(
-                "planning a second output", lambda: self.plan(store, save.attempt.described)
-            )
-            places = dict[str, str | None].fromkeys(planned.names)
+        is_first, stage = ranks.rank == 0, "writing a second output"
+        ranks.doing(stage)
+        with ExitStack() as stack:
 
-            def begin() -> None:
-                if ranks.rank:
-                    return
-                self.check(store, is_first=True)
-                writer = stack.enter_context(target.open_writer())
-                for plan in self._files_beside(planned):
-                    with writer.create(plan.name) as file:
-                        file.write(cast("Sequence[bytes]", plan.parts))
-                for name in () if is_far else planned.names:
-                    made: Any = stack.enter_context(writer.create(name))
-                    places[name] = made.path
+            def begin() -> tuple[Planned, dict[str, str | None]]:
+                store = stack.enter_context(open_store(save.url, save.options))
+                planned = self.plan(store, save.attempt.described)
+                places = dict[str, str | None].fromkeys(planned.names)
+                if is_first:
+                    self.check(store, is_first)
+                    writer = stack.enter_context(target.open_writer())
+                    for plan in self._files_beside(planned):
+                        with writer.create(plan.name) as file:
+                            file.write(cast("Sequence[bytes]", plan.parts))
+                    for name in () if is_far else planned.names:
+                        made: Any = stack.enter_context(writer.create(name))
+                        places[name] = made.path
+                return planned, places
 
-            ranks.run_on_all("beginning a second output", begin)
+            planned, places = ranks.run_on_all("beginning a second output", begin)
             places = json.loads(ranks.broadcast(json.dumps(places).encode()))
             by_pieces = not is_far and not planned.has_sums
-            *names, last = planned.names
-            own = {name: places[name] for name in (*names, last)[ranks.rank :: ranks.world_size]}
-            if by_pieces:
-                turns = [places]
-            elif is_far:  # the last file makes the folder a checkpoint
-                first = {name: path for name, path in own.items() if name != last}
-                turns = [first, {last: None} if ranks.rank == 0 else {}]
-            else:
-                turns = [own]
+            turns = [places]
+            if not by_pieces:  # each rank writes whole files
+                turns = [dict([*places.items()][ranks.rank :: ranks.world_size])]
+            if is_far:  # the last file makes the folder a checkpoint
+                turns[0].pop(planned.names[-1], None)
+                turns.append({planned.names[-1]: None} if is_first else {})
+
+            def work_on(turn: Mapping[str, str | None]) -> ShardSummary:
+                return save.call(WORK, self._job(save, turn, by_pieces, is_first), self)
+
             for turn in turns:
-                job = self._job(save, turn, by_pieces, ranks.rank == 0)
                 _, agreed = ranks.run_and_compare(
-                    "writing a second output", partial(save.call, WORK, job, self), _hash_in
+                    stage,
+                    partial(work_on, turn),
+                    lambda found: {"plans": int(found.digest, 16)},
                 )
                 if not agreed.same["plans"]:
                     raise StoreError(
@@ -289,17 +295,7 @@ class SecondOutput:
         )
 
     def _changes(self) -> Changes:
-        return Changes(
-            select=self.select,
-            part=self.part,
-            include=self.include,
-            exclude=self.exclude,
-            mapping=self.mapping,
-            rename=self.rename,
-            prefix=self.prefix,
-            parameters=self.parameters,
-            config=self.config,
-        )
+        return Changes(**{name: getattr(self, name) for name in _CHANGES})
 
     def _configs(self) -> ModelFiles | None:
         """Returns the configuration of the model, without its other files; None but for hf."""
@@ -347,10 +343,6 @@ _last: list[tuple[object, object, Planned]] = []
 """The last plan: for these tensors, with these arguments."""
 
 WORK = f"{__name__}:work"
-
-
-def _hash_in(written: ShardSummary) -> dict[str, int]:
-    return {"plans": int(written.digest, 16)}
 
 
 def work(

@@ -90,7 +90,7 @@ class CommittedSave:
 
     def write_also(self, ranks: Ranks, also: Also) -> SecondOutputWarning | None:
         """Writes a second output. Returns the warning if that fails, on all ranks."""
-        _, error = _attempt(lambda: also.write(ranks, self))
+        _, error = result_or_error(lambda: also.write(ranks, self))
         if error is None:
             return None
         place = without_secrets(str(also.place))

@@ -45,8 +45,8 @@ from ckpt.plan.copy_plan import (
 from ckpt.plan.read_plan import requests_for
 from ckpt.transfer.read import FAR_WORKERS, THREAD_BYTES, RangeReader, ReadPolicy
 from ckpt.transfer.record_sums import RecordSums, Verify, run_twice
-from formats.catalog import Chunk, FilePlan, Late, OutgoingTensor, TensorRecord, length_of
-from formats.dtypes import DType, cast_plain
+from formats.catalog import Chunk, FilePlan, Late, OutgoingTensor, length_of
+from formats.dtypes import cast_plain
 from formats.native.shard import RECORD, Progress
 from formats.native.shard_writer import record_of
 from formats.storage import (
@@ -173,13 +173,24 @@ class FileCopier:
             self.ranges.read(unit.ranges, [memory, *[memory[lo:hi] for lo, hi in unit.places]])
 
     def _fill_span(self, span: Span, memory: memoryview) -> None:
-        (record, dtype), lo, hi = span
-        nbytes = (hi - lo) * record.dtype.itemsize
+        source, lo, hi = span
+        pieces = pieces_of_range(source.record.shape, lo, hi)
+        self._fill_pieces(source, pieces, (hi - lo) * source.record.dtype.itemsize, memory)
+
+    def _fill_pieces(
+        self, source: CopySource, pieces: Sequence[Piece], nbytes: int, memory: memoryview
+    ) -> None:
+        """Fills memory with pieces of a tensor, which have `nbytes` at the source."""
+        record, dtype = source
         stored = memory if dtype == record.dtype else self.memory.of("stored", nbytes)
-        pieces = pieces_of_range(record.shape, lo, hi)
         self.ranges.run(requests_for(record, pieces), [stored])
-        if dtype != record.dtype:
-            _cast(record, stored, memory, dtype)
+        if dtype == record.dtype:
+            return
+        # A process without torch imports it only for casts that numpy lacks.
+        if "torch" in sys.modules or not cast_plain(stored, record.dtype, memory, dtype):
+            from ckpt.state.memory import cast_into
+
+            cast_into(record.name, stored, record.dtype, memory, dtype)
 
     def write_pieces(self, file: PlacedFileWriter, plan: FilePlan, with_literals: bool) -> None:
         """Writes those elements of a file's tensors that the sources have, each at its place.
@@ -204,10 +215,7 @@ class FileCopier:
         record, dtype = source
         nbytes = box.numel * record.dtype.itemsize
         memory = self.memory.of("unit", box.numel * dtype.itemsize)
-        stored = memory if dtype == record.dtype else self.memory.of("stored", nbytes)
-        self.ranges.run(requests_for(record, [Piece.packed(box)]), [stored])
-        if dtype != record.dtype:
-            _cast(record, stored, memory, dtype)
+        self._fill_pieces(source, [Piece.packed(box)], nbytes, memory)
         done = 0
         for lo, hi in rows_of(box, record.shape):
             end = done + (hi - lo) * dtype.itemsize
@@ -215,14 +223,6 @@ class FileCopier:
             done = end
         if self.progress is not None:
             self.progress(nbytes)
-
-
-def _cast(record: TensorRecord, stored: memoryview, memory: memoryview, dtype: DType) -> None:
-    """Casts elements. A process without torch imports it only for casts that numpy lacks."""
-    if "torch" in sys.modules or not cast_plain(stored, record.dtype, memory, dtype):
-        from ckpt.state.memory import cast_into
-
-        cast_into(record.name, stored, record.dtype, memory, dtype)
 
 
 def cut(box: Box, most: int) -> Iterator[Box]:
