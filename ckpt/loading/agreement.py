@@ -140,10 +140,10 @@ def _find_names(ranks: Ranks, own: Matched, state: object, options: LoadOptions)
         other = _match(ranks, source, state, options, names)
         if not any(other.problems):
             return other
-        if other.problems < best.problems and not names.argument:
+        if other.problems < best.problems and names.argument is None:
             best = other
         elif other.problems < best.problems:
-            hint = hint or names.argument
+            hint = hint or names.argument or ""
     return best if best is not own else replace(own, hint=hint)
 
 

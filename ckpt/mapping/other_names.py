@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -58,6 +59,8 @@ from sharding.describe.wrappers import child_of_wrapper
 from sharding.errors import ArgumentError
 from sharding.layout import Shape
 
+_log = logging.getLogger("ckpt.load")
+
 LOOKS = 6
 """The most names of a target for which a prefix is sought."""
 
@@ -69,8 +72,8 @@ class OtherNames:
     catalog: Catalog
     title: str
     """The origin of the names, for messages."""
-    argument: str = ""
-    """The argument of a load that gives these names; empty if none does."""
+    argument: str | None = None
+    """The argument to advise where they do not fit wholly; None to use them for that error too."""
     left: tuple[str, ...] = ()
     """Names of the checkpoint that belong to other tasks and stay behind (rule 4)."""
     own: frozenset[str] = frozenset()
@@ -106,35 +109,31 @@ def _with_prefix(catalog: Catalog, names: Set[str]) -> Iterator[OtherNames]:
         if names >= {*map(renamer(changes.rename), saved)}:
             with suppress(ArgumentError):  # two tensors get one name
                 renamed = map_catalog(Mapped.identity(catalog), changes.mappings[0], {}).catalog
-                yield OtherNames(renamed, f"the names by rename={rename}", f"rename={rename}")
+                yield OtherNames(renamed, f"the names by rename={rename}", argument="")
 
 
 def _of_transformers(
     catalog: Catalog, module: nn.Module, names: Set[str], config: Mapping[str, object]
 ) -> OtherNames | None:
     """Returns the names that transformers has for the class of a module (rule 1)."""
-    if "transformers" not in sys.modules:
-        return None
+    library: Any = sys.modules.get("transformers")
     model: Any = _without_wrappers(module)
-    library = sys.modules["transformers"]
+    if library is None or not isinstance(model, library.PreTrainedModel):
+        return None
     try:
-        if not isinstance(model, library.PreTrainedModel):
-            return None
         records, left = _converted(catalog, model, dict.fromkeys(names, True))
     except Exception:  # another version of private functions: the caller has an error of its own
+        _log.debug("the names of transformers were not found", exc_info=True)
         return None
     declared = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or ["(?!)"]))
     buffers = {_last_two(name) for name, _ in model.named_buffers()} - {*map(_last_two, names)}
     stale = {one for one, new in left.items() if declared.search(new) or _last_two(new) in buffers}
-    heads: tuple[str, ...] = ()
-    if config.get("model_type") == model.config.model_type:
-        rest = sorted(left.keys() - stale)
-        heads = tuple(_heads(((name, left[name]) for name in rest), names))
-    records |= {
-        name: catalog.tensors[leaf.name]._replace(name=name)
-        for name, leaf in leaves(catalog.tree)
-        if isinstance(leaf, TensorRef) and name in left.keys() - stale - {*heads}
-    }
+    rest = {name: new for name, new in left.items() if name not in stale}
+    is_its_own = config.get("model_type") == model.config.model_type
+    heads = tuple(_heads(rest.items(), names)) if is_its_own else ()
+    for name, leaf in leaves(catalog.tree):
+        if isinstance(leaf, TensorRef) and name in rest and name not in heads:
+            records[name] = catalog.tensors[leaf.name]._replace(name=name)
     tree: dict[Key, Tree] = {name: TensorRef(name) for name in records}
     renamed = replace(catalog, tensors=records, tree=tree, aliases={}, optimizers={})
     title = f"the names of transformers {library.__version__} for {type(model).__name__}"
@@ -147,11 +146,7 @@ def _last_two(name: str) -> tuple[str, ...]:
 
 
 def _ancestors(name: str) -> list[str]:
-    """Returns the paths of the modules that a name lies in, the outermost first.
-
-    >>> _ancestors("bert.pooler.dense.weight")
-    ['bert', 'bert.pooler', 'bert.pooler.dense']
-    """
+    """Returns the paths of the modules that a name lies in, the outermost first."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts))]
 
@@ -247,15 +242,13 @@ def _rename_of_4(model: Any) -> Callable[..., tuple[str, None]]:
     Its models have a table of expressions, and its files no experts of other shapes.
     """
     table = (getattr(model, "_checkpoint_conversion_mapping", None) or {}).items()
-    old = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
     def rename(
         name: str, renamings: object, converters: object, prefix: str, names: Mapping[str, bool]
     ) -> tuple[str, None]:
-        changed = ((re.sub(key, new, name)) for key, new in table if re.search(key, name))
-        name = next(changed, name)
-        for one in old:
-            name = name.replace(one, old[one])
+        changed = (re.sub(key, new, name) for key, new in table if re.search(key, name))
+        name = next(changed, name).replace("LayerNorm.gamma", "LayerNorm.weight")
+        name = name.replace("LayerNorm.beta", "LayerNorm.bias")
         around = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
         return next((one for one in around if one in names), name), None
 
@@ -289,15 +282,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         """Runs an operation and records its results; those of an unknown one get no views."""
+        if func._schema.is_mutable:
+            raise ValueError(f"{func} changes values")
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         first = args[0] if args else None
-        if name not in ("cat", "stack"):
-            known = self._views.get(id(first))
-            inputs = [known] if known is not None else []
-        else:
-            inputs = [self._views[id(one)] for one in first]  # type: ignore[union-attr]
-        if inputs and len({dtype for *_, dtype in inputs}) == 1:
+        several: list[Any] = first if name in ("cat", "stack") else [first]  # type: ignore[assignment]
+        inputs = [self._views[id(one)] for one in several if id(one) in self._views]
+        if len(inputs) == len(several) and len({dtype for *_, dtype in inputs}) == 1:
             results = [result] if isinstance(result, torch.Tensor) else [*result]
             dtype = inputs[0][2]
             made = _views_of(name, [view for _, view, _ in inputs], args, kwargs or {}, results)

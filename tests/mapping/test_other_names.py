@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
@@ -72,6 +74,21 @@ def test_names_that_fit_but_for_a_prefix_are_loaded_and_the_log_names_it(
     assert "is loaded by the names by rename={" in caplog.text
 
 
+def load_on_ranks(source: Path, alike: bool) -> bool:
+    """Whether a rank's target was filled; rank 1 may have one more name."""
+    more = {} if alike or dist.get_rank() == 0 else {"other": rows(1)}
+    target = nest(w=rows(2), **more)
+    with suppress(ckpt.MismatchError, ckpt.RankError):
+        ckpt.load(source, target)
+    return torch.equal(target.state_dict()["w"], rows(2) + 1)
+
+
+def test_ranks_take_other_names_together_or_not_at_all(clusters: Callable, tmp_path: Path) -> None:
+    source = folder(tmp_path, base__w=rows(2) + 1)
+    assert clusters(2).run(load_on_ranks, source, True) == [True, True]
+    assert clusters(2).run(load_on_ranks, source, False) == [False, False]
+
+
 @pytest.mark.parametrize(
     "target",
     [
@@ -85,9 +102,10 @@ def test_names_that_do_not_fit_wholly_are_an_error_and_nothing_changes(
     tmp_path: Path, target: nn.Module
 ) -> None:
     source = folder(tmp_path, base__w=rows(2) + 1, base__h__b=rows(3))
-    with pytest.raises(ckpt.MismatchError, match=r"base\.w: is in the checkpoint"):
+    with pytest.raises(ckpt.MismatchError, match=r"base\.w: is in the checkpoint") as error:
         ckpt.load(source, target)
     assert not any(tensor.any() for tensor in target.state_dict().values())
+    assert "Fewer differ" not in str(error.value)
 
 
 AT = "model__layers__0__mlp__experts"
@@ -201,6 +219,13 @@ def test_an_operation_that_computes_has_no_view(compute: Callable) -> None:
         made = compute(recorder.tensor(stored("w", numbered(2, 4), {})))
         with pytest.raises(KeyError):
             recorder.of(made)
+
+
+def test_an_operation_in_place_is_refused() -> None:
+    with _Recorder() as recorder:
+        tensor = recorder.tensor(stored("w", numbered(2, 4), {}))
+        with pytest.raises(ValueError, match=r"add_\.Tensor changes values"):
+            tensor.add_(1)
 
 
 def test_a_head_is_a_module_that_the_target_lacks_outside_of_its_layers() -> None:
