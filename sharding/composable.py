@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from sharding.clipping import clip_grad_norm
 from sharding.errors import ArgumentError
 from sharding.fsdp1.entry_point import (
     ENTRY_POINT,
@@ -29,6 +28,7 @@ from sharding.fsdp1.entry_point import (
 )
 from sharding.fsdp1.state_dicts import hook_state_dicts
 from sharding.fsdp1.torch_state_dict import connect
+from sharding.fsdp1.wrapper import clip_grad_norm
 from sharding.policies import CPUOffload, MixedPrecision, ShardingStrategy
 
 __all__ = ["clip_grad_norm_", "fully_shard"]
