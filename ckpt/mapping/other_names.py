@@ -61,9 +61,6 @@ from sharding.layout import Shape
 
 _log = logging.getLogger("ckpt.load")
 
-LOOKS = 6
-"""The most names of a target for which a prefix is sought."""
-
 
 @dataclass(frozen=True, slots=True)
 class OtherNames:
@@ -100,7 +97,7 @@ def other_names(source: Source, state: object) -> Iterator[OtherNames]:
 def _with_prefix(catalog: Catalog, names: Set[str]) -> Iterator[OtherNames]:
     """Yields the names with the one prefix that makes all of them names of the target (rule 2)."""
     saved = [name for name, _ in leaves(catalog.tree)]
-    missing = sorted({*names} - {*saved})[:LOOKS]
+    missing = sorted({*names} - {*saved})[:6]  # the rest has the same prefix
     more = {one.removesuffix(f".{first}") for first in missing for one in saved} - {*saved}
     less = {first.removesuffix(f".{one}") for first in missing for one in saved} - {*missing}
     fitting = {one: one for one in saved if one in names}
@@ -237,10 +234,7 @@ def _converted(
 
 
 def _rename_of_4(model: Any) -> Callable[..., tuple[str, None]]:
-    """Returns the function in transformers 4 in the place of `rename_source_key`.
-
-    Its models have a table of expressions, and its files no experts of other shapes.
-    """
+    """Returns the function in transformers 4 in the place of `rename_source_key`."""
     table = (getattr(model, "_checkpoint_conversion_mapping", None) or {}).items()
 
     def rename(
@@ -286,8 +280,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise ValueError(f"{func} changes values")
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        first = args[0] if args else None
-        several: list[Any] = first if name in ("cat", "stack") else [first]  # type: ignore[assignment]
+        several = args[0] if name in ("cat", "stack") else args[:1]
         inputs = [self._views[id(one)] for one in several if id(one) in self._views]
         if len(inputs) == len(several) and len({dtype for *_, dtype in inputs}) == 1:
             results = [result] if isinstance(result, torch.Tensor) else [*result]

@@ -223,7 +223,7 @@ def _of_no_format(store: Store, entries: Sequence[str], with_advice: bool) -> Ca
         if adapters:
             from formats.training_folders import join_folders
 
-            return join_folders("huggingface", store, adapters)
+            return join_folders("peft", store, adapters)
     raise NotACheckpointError(said + (advice_at(store, entries) if with_advice else ""))
 
 

@@ -64,8 +64,10 @@ def adapter(folder: Path, value: float) -> None:
 
 def test_adapters_in_sub_folders_are_one_checkpoint(tmp_path: Path) -> None:
     for name, value in (("fr", 1.0), ("de", 2.0)):
-        adapter(tmp_path / name, value)
-    found = ckpt.read(tmp_path)
+        adapter(tmp_path / "all" / name, value)
+    found = ckpt.read(tmp_path / "all")
+    ckpt.convert(tmp_path / "all", tmp_path / "flat", to="hf")
+    assert ckpt.diff(tmp_path / "all", tmp_path / "flat").equal
     assert {name: item["w.lora_A.weight"].tolist() for name, item in found.items()} == {
         "de": [2.0, 2.0],
         "fr": [1.0, 1.0],
