@@ -54,6 +54,7 @@ from ckpt.state.patterns import renamer
 from ckpt.state.saved import leaves
 from formats.catalog import Catalog, Key, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType
+from formats.joined import Part, join_catalogs
 from sharding.describe.describing import state_dict_keys
 from sharding.describe.wrappers import child_of_wrapper
 from sharding.errors import ArgumentError
@@ -78,12 +79,28 @@ class OtherNames:
 
 
 def other_names(source: Source, state: object) -> Iterator[OtherNames]:
-    """Yields a checkpoint under other names that may fit a module, the likeliest first."""
-    if not isinstance(state, nn.Module):
+    """Yields a checkpoint under other names that may fit a module, the likeliest first.
+
+    The module may be the one entry of a dict.
+    """
+    if not isinstance(state, Mapping):
+        yield from _of_module(source, state)
+    elif len(state) == 1 and isinstance(key := next(iter(state)), str):
+        plain = OtherNames(source.catalog, f"its own names below {key!r}", argument="")
+        is_plain = isinstance(state[key], nn.Module) and source.catalog.format == "huggingface"
+        for names in (*([plain] if is_plain else []), *_of_module(source, state[key])):
+            catalog = join_catalogs(names.catalog.format, [Part((key,), names.catalog)])
+            own = frozenset(f"{key}.{name}" for name in names.own)
+            advice = names.argument and ""  # a mapping by itself has no names below the key
+            yield replace(names, catalog=catalog, own=own, argument=advice)
+
+
+def _of_module(source: Source, module: object) -> Iterator[OtherNames]:
+    if not isinstance(module, nn.Module):
         return
-    names = frozenset(state_dict_keys(state))
+    names = frozenset(state_dict_keys(module))
     config = config_in(source.store) if source.catalog.format == "huggingface" else {}
-    found = _of_transformers(source.catalog, state, names, config)
+    found = _of_transformers(source.catalog, module, names, config)
     if found is not None:
         yield found
     if source.catalog.format == "huggingface":

@@ -74,6 +74,22 @@ def test_names_that_fit_but_for_a_prefix_are_loaded_and_the_log_names_it(
     assert "is loaded by the names by rename={" in caplog.text
 
 
+def test_a_module_that_is_the_one_entry_of_a_dict_is_filled_too(tmp_path: Path) -> None:
+    source = folder(tmp_path / "a", w=rows(2), h__b=rows(3))
+    for names in (("w", "h__b"), ("base__w", "base__h__b")):
+        target = nest(**dict(zip(names, (rows(2), rows(3)), strict=True)))
+        ckpt.load(source, {"net": target})
+        assert [tensor.tolist() for tensor in target.state_dict().values()] == [
+            rows(2).tolist(),
+            rows(3).tolist(),
+        ]
+    stacked = nest(**STACKED)
+    ckpt.load(folder(tmp_path / "b", "qwen3_moe", **experts(2)), {"net": stacked})
+    assert stacked.state_dict()["model.layers.0.mlp.experts.down_proj"].any()
+    with pytest.raises(ckpt.MismatchError):
+        ckpt.load(source, {"net": nest(w=rows(2), h__b=rows(3)), "step": 1})
+
+
 def load_on_ranks(source: Path, alike: bool) -> bool:
     """Whether a rank's target was filled; rank 1 may have one more name."""
     more = {} if alike or dist.get_rank() == 0 else {"other": rows(1)}

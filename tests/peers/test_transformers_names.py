@@ -340,6 +340,13 @@ def test_names_of_old_published_files_fill_the_model(case: str, tmp_path: Path) 
     assert all("cls.seq_relationship.weight: belongs to a head" in text for text in told)
 
 
+def test_a_model_in_a_dict_is_filled_too(tmp_path: Path) -> None:
+    wanted = write("MixtralForCausalLM", tmp_path)
+    target = build("MixtralForCausalLM", 1)
+    ckpt.load(tmp_path, {"model": target})
+    assert differing(target, wanted) == []
+
+
 def test_one_layer_more_is_an_error(tmp_path: Path) -> None:
     write("MixtralForCausalLM", tmp_path)
     target = build("MixtralForCausalLM", 1, num_hidden_layers=1)
