@@ -352,12 +352,11 @@ def convert(
         if files is not None and changes.config is None and changes.keeps_model(source):
             source = replace(source, catalog=with_modules(source.store, source.catalog))
         counted = _count_bytes(progress, told)
-        described = target.describe(source, changes, files, casts, counted)
+        described = target.describe(source, changes, files, casts, allow_loss, counted)
         found, state, opaque = described.found, described.state, described.opaque
         if is_sum:
             check_has_sum(source, found.catalog)
-        untied = target.unties(files)
-        lost = target.check_losses(source, changes, files, described, allow_loss)
+        lost, untied = described.lost, target.unties(files)
         if not dry_run:
             told.doing("writing")
         if not dry_run and resume:
@@ -418,13 +417,13 @@ def _count_bytes(progress: Progress | None, told: Ranks | Clock) -> Progress | N
 class Described:
     """The tensors of a source as a target gets them."""
 
-    changed: Mapped
-    """The catalog after all changes."""
     found: Mapped
-    """The same without opaque values."""
+    """The catalog after all changes, without opaque values."""
     opaque: tuple[str, ...]
     """The names of the opaque values."""
     state: StoredState
+    lost: tuple[str, ...] = ()
+    """A line for each weight that is lost, if that is allowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -495,34 +494,28 @@ class Target:
         changes: Changes,
         files: ModelFiles | None,
         casts: Casts,
+        allow_loss: bool | None,
         progress: Progress | None = None,
         is_located: bool = False,
     ) -> Described:
-        """Returns the tensors to write. `is_located` is as for `outgoing`. Raises as `convert`."""
+        """Returns the tensors to write. Raises as `convert` if they cannot be written.
+
+        `is_located` is as for `outgoing`. Without an `allow_loss` the losses are known.
+        """
         changed = changes.apply(source)
         found, opaque = _without_opaque(source.url, changed)
         where, untied = (source.url, source.store), self.unties(files)
         state = outgoing(*where, found.catalog, casts, progress, untied, is_located)
-        return Described(changed, found, opaque, state)
-
-    def check_losses(
-        self,
-        source: Source,
-        changes: Changes,
-        files: ModelFiles | None,
-        described: Described,
-        allow_loss: bool,
-    ) -> tuple[str, ...]:
-        """Returns a line for each weight that would be lost. Raises unless that is allowed."""
-        state = described.state
+        if allow_loss is None:
+            return Described(found, opaque, state)
         check_values(self.format, state)
-        lost = losses(source, changes, described.changed.catalog.tree, state, self.format)
+        lost = losses(source, changes, changed.catalog.tree, state, self.format)
         if files is not None:
             lost += check_names(source, changes, state, files)
         if not allow_loss:
-            check_any_is_left(self.format, state, source.url, described.opaque)
+            check_any_is_left(self.format, state, source.url, opaque)
             check_nothing_is_lost(source.url, lost)
-        return lost
+        return Described(found, opaque, state, lost)
 
     def plans(
         self, state: StoredState, files: ModelFiles | None, casts: Casts

@@ -177,8 +177,7 @@ class SecondOutput:
         }
         catalog = Catalog("memory", records, described.tree, (), described.aliases)
         source = Source(store.url, store, catalog)
-        found, changes = self._describe(source, configs)
-        target.check_losses(source, changes, configs, found, self.allow_loss)
+        found = self._describe(source, configs, self.allow_loss)
         plans = target.tensor_plans(found.state, configs)
         has_sums = any(plan.needs_sums or plan.chunk_bytes for plan in plans)
         beside: tuple[FilePlan, ...] = ()
@@ -274,12 +273,12 @@ class SecondOutput:
         self,
         source: Source,
         configs: ModelFiles | None,
+        allow_loss: bool | None,
         progress: Progress | None = None,
-    ) -> tuple[Described, Changes]:
-        target = self._target()
+    ) -> Described:
+        target, casts = self._target(), Casts.of(self.dtype)
         changes, _ = of_weights(self._changes(), source, target.format)
-        casts = Casts.of(self.dtype)
-        return target.describe(source, changes, configs, casts, progress, True), changes
+        return target.describe(source, changes, configs, casts, allow_loss, progress, True)
 
     def _target(self) -> Target:
         place = os.fspath(self.place)
@@ -380,7 +379,7 @@ def work(
         reader = cast(Store, _Staged(source.store, data))
         catalog = replace(source.catalog, tensors=records)
         staged = Source(source.url, reader, catalog)
-        state = how._describe(staged, configs, count)[0].state
+        state = how._describe(staged, configs, None, count).state
         plans, copier = target.tensor_plans(state, configs), state.copier
         places = job["places"]
         is_far = None in places.values()

@@ -111,7 +111,8 @@ class CommittedSave:
             with suppress(StoreError):
                 writer = self.arena_writer.writer()
         if writer is not None and self.arena_writer is not None:
-            return writer.call(message, self.arena_writer.arena, str(also.place))
+            where = without_secrets(str(also.place))
+            return writer.call(message, self.arena_writer.arena, where)
         called, fields = read_call(message)
         return called(fields, self.data, -1, lambda nbytes: None)
 
