@@ -371,7 +371,13 @@ class _Version:
         job = SealJob(hosts.name, self.number, file, self.attempt.plan)
         return place.writer().call(seal_job_message(job), place.arena, f"{self.handle.url}/{file}")
 
-    def end(self, ranks: Ranks, written: ShardSummary | None, error: Exception | None) -> None:
+    def end(
+        self,
+        ranks: Ranks,
+        written: ShardSummary | None,
+        error: Exception | None,
+        data: memoryview,
+    ) -> None:
         """Commits the version, once all files are where they belong."""
         records = ranks.gather("writing", pack_summary(written), error)
         hosts = self.live.hosts

@@ -151,10 +151,17 @@ class Target(Protocol):
         """Returns the facts of this rank's file, with the staged bytes `data` in it."""
         ...
 
-    def end(self, ranks: Ranks, written: ShardSummary | None, error: Exception | None) -> None:
+    def end(
+        self,
+        ranks: Ranks,
+        written: ShardSummary | None,
+        error: Exception | None,
+        data: memoryview,
+    ) -> None:
         """Returns once the checkpoint exists; if a rank has failed, raises on all ranks.
 
-        All ranks call this in one call of `ranks`, each with its file's facts or its error.
+        All ranks call this in one call of `ranks`, each with its file's facts or its error, and
+        with the staged bytes.
         """
         ...
 
@@ -190,22 +197,21 @@ class Folder:
             return write_here(job, data, place.arena, self.progress)
         return writer.write(job, self.progress)
 
-    def end_also(self, ranks: Ranks, data: memoryview, place: ArenaWriter) -> None:
-        """Writes the second output, if there is one; a failure is the handle's warning."""
-        if self.also is not None:
-            url, attempt = self.handle.url, self.attempt
-            save = CommittedSave(url, self.options, attempt, data, place)
-            self.handle.note_also(str(self.also.place), save.write_also(ranks, self.also))
-
-    def end(self, ranks: Ranks, written: ShardSummary | None, error: Exception | None) -> None:
-        """Commits the checkpoint."""
+    def end(
+        self,
+        ranks: Ranks,
+        written: ShardSummary | None,
+        error: Exception | None,
+        data: memoryview,
+    ) -> None:
+        """Commits the checkpoint. Then writes the second output, if there is one."""
         attempt = self.attempt.with_note(STAGED_SECONDS, f"{self.handle.staged_seconds:.3f}")
         with open_store(self.handle.url, self.options) as store:
             finish(store, ranks, attempt, written, error)
-
-
-After = Callable[[Ranks, memoryview, ArenaWriter], None]
-"""Called with the ranks' connections, this rank's bytes, and their arena and writer."""
+        if self.also is not None:
+            how = (self.handle.url, self.options, self.attempt, data, self.arena_writer())
+            warning = CommittedSave(*how).write_also(ranks, self.also)
+            self.handle.note_also("" if warning else str(self.also.place), warning)
 
 
 def begin(
@@ -214,13 +220,11 @@ def begin(
     leaves: Sequence[Leaf],
     ranks: Ranks,
     when: When,
-    after: After | None = None,
 ) -> None:
     """Copies the tensors that the call must copy, and starts the rest of the save in a thread.
 
-    The thread calls `after` once the save is committed, on all ranks. `ranks` are those of the
-    continuation, which hear the thread's result. Raises no error: from here on errors are the
-    handle's, because the other ranks wait for this rank's report.
+    `ranks` are those of the continuation, which hear the thread's result. Raises no error: from
+    here on errors are the handle's, because the other ranks wait for this rank's report.
     """
     handle = target.handle
     staged: list[_Staged] = []
@@ -237,7 +241,7 @@ def begin(
 
     try:
         _, error = result_or_error(stage)
-        save = _Save(target, ranks, taken, after)
+        save = _Save(target, ranks, taken)
         # A daemon: `ckpt.opening.in_flight` waits for it at exit, while it can still finish.
         thread = threading.Thread(
             target=save.run, args=(staged, error), name="ckpt-save", daemon=True
@@ -278,7 +282,6 @@ class _Save:
     _target: Target
     _ranks: Ranks
     _taken: threading.Lock
-    _after: After | None = None
 
     def run(self, staged: list[_Staged], error: Exception | None) -> None:
         """Copies, writes, commits; the handle tells of errors."""
@@ -290,16 +293,15 @@ class _Save:
             return
         clock = Clock(CALL, self._ranks.rank, self._ranks.world_size)
         place = staged[0].arena_writer if staged else None
-        kept = [staged[0].data] if staged and self._after is not None else []
-        """The bytes, which no view of the arena outlives."""
+        kept = [one.data for one in staged]
         written = None
         if error is None:
             written, error = _attempt(lambda: self._write(staged.pop(), clock))
             clock.end_stage(_name_of(error))
         _let_go(staged)
         handle.mark_staged()
-        _, ended = _attempt(lambda: self._end(written, error, clock, kept, place))
-        kept.clear()
+        _, ended = _attempt(lambda: self._end(written, error, clock, kept))
+        kept.clear()  # the next save may take other memory
         clock.end(_name_of(ended))
         if place is not None:
             _attempt(lambda: self._touch(place))
@@ -328,13 +330,10 @@ class _Save:
         written: ShardSummary | None,
         error: Exception | None,
         clock: Clock,
-        kept: list[memoryview],
-        place: ArenaWriter | None,
+        kept: Sequence[memoryview],
     ) -> None:
         with self._ranks.call(CALL, clock=clock):
-            self._target.end(self._ranks, written, error)
-            if self._after is not None and place is not None:
-                self._after(self._ranks, kept.pop(), place)
+            self._target.end(self._ranks, written, error, *kept or (memoryview(b""),))
 
 
 def _abandon(handle: SaveHandle, staged: list[_Staged]) -> None:
@@ -510,7 +509,7 @@ class SaveHandle(Uncopied):
 
     def note_also(self, place: str, warning: SecondOutputWarning | None) -> None:
         """Notes the second output, or the warning that it failed."""
-        self._also, self._warning = "" if warning else place, warning
+        self._also, self._warning = place, warning
 
     def mark_finished(self, error: Exception | None) -> None:
         """Notes that the save is over, with its error if it failed."""

@@ -261,8 +261,7 @@ def save_with(
                 begun.append(handle)
                 target = Folder(handle, lasting(attempt), store.options, progress, also=also)
                 ranks.doing("copying the state")
-                after = None if also is None else target.end_also
-                begin(target, state, leaves, later, staging, after)
+                begin(target, state, leaves, later, staging)
                 return handle
             ranks.doing("writing")
             written, failed = result_or_error(lambda: _write(store, attempt, leaves, progress))
