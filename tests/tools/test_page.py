@@ -15,9 +15,8 @@ from formats.catalog import Catalog, FileRecord, TensorRecord, TensorRef
 from formats.dtypes import dtype_named
 from sharding.layout import Layout, Mesh, Shard
 from tests.formats.test_matrix import SOURCES, tensors
-from tools import page
 from tools.exit_codes import ExitCode
-from tools.page import describe
+from tools.page import describe, page
 
 
 class Reading(HTMLParser):
