@@ -11,8 +11,8 @@ bytes, verifies them, sums them if the file needs checksums, and writes them in 
 4. A server may take units of its own files as they are (`CopyingFileWriter`). Their checksums are
    those that the source's table has, and nobody compares them: they go along to the new table.
 5. Each thread has memory for two units and for the scratch of its reads, whatever is written.
-6. A source may have a part of each tensor: then the caller writes these elements, box by box, into a
-   file whose other bytes come from other processes (`write_pieces`).
+6. A source may have a part of each tensor: the caller then writes these elements, box by box, into
+   a file whose other bytes come from other processes (`write_pieces`).
 
 The checksums of a copied file's tensors, whose bytes come in runs, in any order.
 
