@@ -80,7 +80,8 @@ class Ownership:
         """The epoch of this start; 0 before its first save."""
         self._found: int | None = None
         """The highest epoch of the folder when this start began; None if it did not look."""
-        self._started = time.time()
+        self._started = f"{time.time():.6f}"
+        """The time, as files tell it: a start whose claim failed half-way meets its own file."""
         self._is_short = False
         """Whether a listing of all files is known to have one page."""
         self._listed: tuple[float, Listing] | None = None
@@ -185,7 +186,7 @@ class Ownership:
         found, started = told.get("found"), told.get("started")
         if type(found) is not int or not isinstance(started, str):  # of an older release
             return False
-        return (found, seconds_of(started)) > (self._found, self._started)
+        return (found, seconds_of(started)) > (self._found, seconds_of(self._started))
 
     def _check(self, store: Store, there: Collection[int]) -> None:
         newest = max(there, default=0)
@@ -211,7 +212,7 @@ class Ownership:
             "pid": os.getpid(),
             "began": f"{time.time():.6f}",
             "found": self._found or 0,
-            "started": f"{self._started:.6f}",
+            "started": self._started,
             "command": command,
             "token": secrets.token_hex(8),
         }

@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from ckpt.removing.progress_files import Watch
 from ckpt.run.owner import Ownership, epochs
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.store import open_store
+from tests.faults.faulty_store import Fault, at, failing
 from tests.stores.server import Server
 
 
@@ -64,6 +67,25 @@ def test_a_job_that_lives_on_beside_a_newer_one_ends_with_an_error_that_names_th
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("owner-2.json", "step-1", "step-2", "step-4")
     ]
+
+
+@pytest.mark.parametrize("part", [0.0, 0.2, 0.5, 0.7])
+def test_a_start_whose_claim_failed_half_way_claims_the_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: float
+) -> None:
+    """Whatever the part of a microsecond at which it began: files have whole ones."""
+    start = time.time() // 1 + 1e-6 * part
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: start)
+        owner = Ownership(str(tmp_path), "run", None)
+    owner.start()
+    for number in range(20):  # each operation fails once, and the next claim meets what it left
+        with failing(at({number: Fault.DENY})) as found, suppress(OSError):
+            owner.take(1)
+        if not found.met:
+            break
+    assert owner.epoch > 1
+    assert epochs(path.name for path in tmp_path.iterdir()) == [owner.epoch]
 
 
 def two_jobs(folder: str, blocking: bool, on_failure: str) -> list[tuple[str, str]]:
