@@ -175,7 +175,7 @@ def test_a_mapping_that_does_not_fit_wholly_is_named_in_the_error(tmp_path: Path
 
 def test_a_file_of_a_training_is_loaded_by_the_advice_of_its_error(tmp_path: Path) -> None:
     given, target = nn.Linear(3, 2), nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(given.parameters()).state_dict()
+    optimizer = {"state": {0: {"step": torch.ones(())}}, "param_groups": [{"params": [0]}]}
     state = {"state_dict": given.state_dict(), "epoch": 3, "arch": "x", "optimizer": optimizer}
     torch.save(state, tmp_path / "train.pth.tar")
     with pytest.raises(ckpt.MismatchError) as error:
