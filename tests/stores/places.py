@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from ckpt.testing import StorePlace
+from tests.stores import gcs_emulator
 from tests.stores.server import Server
 
-SERVERS = ("moto", "radosgw", "azurite")
+GCS = () if gcs_emulator.TESTBENCH is None else ("gcs",)
+"""Google's storage, where Google's own testbench plays it."""
+SERVERS = ("moto", "radosgw", "azurite", *GCS)
 """Those that behave like what they stand for."""
 KINDS = (
     "path",
@@ -19,12 +22,12 @@ KINDS = (
     "memory",
     "moto",
     "radosgw",
-    pytest.param("azurite", marks=pytest.mark.slow),
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("azurite", *GCS)),
 )
 LOCAL = ("path", "file")
 S3 = ("moto", "radosgw")
 FOLDER = "run/step 1"
-STRONG = (*LOCAL, *S3, "azurite")
+STRONG = (*LOCAL, *S3, "azurite", *GCS)
 """Where of several commits at once one succeeds, and unfinished files are hidden."""
 
 
