@@ -35,10 +35,6 @@ Names, plain values and files beside the weights are those of the first. Tensors
 have to be equal in all.""",
     examples=(
         ("ckpt merge runs/gpt --last 8 mean --model-only", "the mean of the last 8 steps of a run"),
-        (
-            "ckpt merge base tuned base out --weights 1,0.5,-0.5 --to hf",
-            "a model with half of what another one has learned from it",
-        ),
         ("ckpt merge base out --lora adapter --to hf", "a model with a LoRA adapter folded in"),
     ),
     codes=(*OF_A_READER, ExitCode.EXISTS),
