@@ -71,6 +71,10 @@ def _rebuilt(kind: type[Any], args: tuple[object, ...]) -> object:
     return error
 
 
+SHOWN_LINES = 2
+"""The lines of an error that a lower rank shows whole: the first of its parts is among them."""
+
+
 class CkptError(Picklable, Exception):
     """The root of all errors that `ckpt`, `formats` and `sharding` raise on purpose."""
 
@@ -78,7 +82,7 @@ class CkptError(Picklable, Exception):
     names: tuple[str, ...] = ()
     """All names of a list of which the message shows the first ones."""
     shown_on: int | None = None
-    """A lower rank that raises an equal error: this rank's text then ends with its first line."""
+    """A lower rank that raises an equal error: this rank's text then has its first lines alone."""
 
     def __init__(self, *args: object, names: Iterable[str] = ()) -> None:
         super().__init__(*(without_secrets(one) if isinstance(one, str) else one for one in args))
@@ -86,10 +90,11 @@ class CkptError(Picklable, Exception):
             self.names = tuple(names)
 
     def __str__(self) -> str:
-        first, _, rest = self.reason.partition("\n")
-        if self.shown_on is None or not rest:
+        lines = self.reason.split("\n")
+        if self.shown_on is None or len(lines) <= SHOWN_LINES:
             return self.reason
-        return f"{first}\n  Rank {self.shown_on} has the same error, and shows all of it."
+        told = f"  Rank {self.shown_on} has the same error, and shows all of it."
+        return "\n".join([*lines[:SHOWN_LINES], told])
 
     @property
     def reason(self) -> str:

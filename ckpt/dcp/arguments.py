@@ -108,12 +108,15 @@ def group_of(process_group: ProcessGroup | None, no_dist: bool) -> Group:
     return "self" if no_dist else process_group
 
 
-def state_of(state_dict: Mapping[str, object]) -> dict[str, object]:
+def state_of(state_dict: Mapping[str, object], in_order: bool = False) -> dict[str, object]:
     """Returns the state dict with the result of `state_dict()` for each Stateful entry.
 
-    A local state dict of `FullyShardedDataParallel` has its parameters' names.
+    A local state dict of `FullyShardedDataParallel` has its parameters' names. `in_order` takes the
+    entries in one order on all ranks, as torch's load does: a `state_dict()` may have collectives.
     """
     named = cast("Mapping[str, object]", by_parameters(cast("Mapping[object, object]", state_dict)))
+    if in_order:
+        named = {key: named[key] for key in sorted(named, key=str)}
     return {
         key: entry.state_dict() if isinstance(entry, Stateful) else entry
         for key, entry in named.items()

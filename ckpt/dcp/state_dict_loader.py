@@ -174,9 +174,7 @@ def _begin(
     taking = DefaultLoadPlanner() if planner is None else planner
     if type(taking) is not DefaultLoadPlanner:
         return reader, None
-    # In one order on all ranks, as in torch: a `state_dict()` may have collectives.
-    keys = sorted(state_dict, key=str)
-    entries: dict[str, Any] = state_of({key: state_dict[key] for key in keys})
+    entries: dict[str, Any] = state_of(state_dict, in_order=True)
     nests = {
         key: by_parameters(nest) if isinstance(nest, Mapping) else nest
         for key, nest in entries.items()

@@ -285,8 +285,9 @@ def test_only_the_lowest_rank_shows_all_of_an_error_that_ranks_share(
     told, first, second, other = clusters(4).run(load_misfits, str(tmp_path))
     assert "failed on rank 1" in told[0]
     assert first[0] == first[1] == second[1]
-    head, tail = second[0].split("\n")
-    assert head == first[0].split("\n")[0]
+    *head, tail = second[0].split("\n")
+    assert head == first[0].split("\n")[:2]
+    assert "w: " in head[1]
     assert tail == "  Rank 1 has the same error, and shows all of it."
     assert second[2] <= 3 < first[2]
     assert other[0] == other[1] != first[1]
