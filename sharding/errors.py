@@ -71,8 +71,8 @@ def _rebuilt(kind: type[Any], args: tuple[object, ...]) -> object:
     return error
 
 
-SHOWN_LINES = 2
-"""The lines of an error that a lower rank shows whole: the first of its parts is among them."""
+SHOWN_LINES = 3
+"""The lines of an error that a lower rank shows whole: the first of its parts are among them."""
 
 
 class CkptError(Picklable, Exception):

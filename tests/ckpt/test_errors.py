@@ -25,6 +25,7 @@ ROOT = Path(ckpt.__file__).parent.parent
 PACKAGES = (ckpt, formats, sharding)
 INTERNAL = {
     "RefusedError": "a server's answer, which becomes an error of the tree where it arrives",
+    "_SnapshotError": "leads an opening from a cache of Hugging Face to its snapshot",
     "AbandonedError": "ends the writing of a process whose trainer is gone, in that process",
 }
 """Exceptions outside the tree: never raised to a caller."""

@@ -271,23 +271,24 @@ def test_a_misfit_on_one_rank_leaves_every_target_untouched(
 
 def load_misfits(folder: str) -> tuple[str, str, int]:
     """The text, the reason and the number of frames of an error, after pickle."""
+    names = ("u", "v", "w")
     with pytest.raises((ckpt.MismatchError, ckpt.RankError)) as raised:
-        ckpt.load(folder, {"w": torch.zeros((4, 5, 5, 6)[dist.get_rank()])})
+        ckpt.load(folder, {name: torch.zeros((4, 5, 5, 6)[dist.get_rank()]) for name in names})
     error = pickle.loads(pickle.dumps(raised.value))
-    assert dist.get_rank() == 0 or [one.name for one in error.differences] == ["w"]
+    assert dist.get_rank() == 0 or [one.name for one in error.differences] == [*names]
     return str(error), error.reason, len(raised.traceback)
 
 
 def test_only_the_lowest_rank_shows_all_of_an_error_that_ranks_share(
     clusters: Callable, tmp_path: Path
 ) -> None:
-    ckpt.save(tmp_path, {"w": torch.ones(4)})
+    ckpt.save(tmp_path, {name: torch.ones(4) for name in ("u", "v", "w")})
     told, first, second, other = clusters(4).run(load_misfits, str(tmp_path))
     assert "failed on rank 1" in told[0]
     assert first[0] == first[1] == second[1]
     *head, tail = second[0].split("\n")
-    assert head == first[0].split("\n")[:2]
-    assert "w: " in head[1]
+    assert head == first[0].split("\n")[:3]
+    assert "u: " in head[1]
     assert tail == "  Rank 1 has the same error, and shows all of it."
     assert second[2] <= 3 < first[2]
     assert other[0] == other[1] != first[1]
