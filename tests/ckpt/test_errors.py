@@ -42,6 +42,7 @@ BUILT_IN = {
     ("ckpt/live/host.py", "OSError"): "becomes an answer in the same file",
     ("ckpt/live/wire.py", "ConnectionAbortedError"): "ends one connection of a server",
     ("ckpt/live/wire.py", "EOFError"): "ends one connection of a server",
+    ("ckpt/mapping/other_names.py", "ValueError"): "then these names are no candidate, there",
     ("ckpt/state/typed_values.py", "TypeError"): "becomes a FormatError in the same file",
     ("ckpt/stores/azure_driver.py", "OSError"): "a driver's; the store explains it",
     ("ckpt/stores/fsspec_driver.py", "FileNotFoundError"): "a driver's; the store explains it",
