@@ -229,7 +229,7 @@ def check(name: str, folder: Path, disk: FailingDisk, failure: Failure) -> None:
     prepare(folder, has_old)
     raised: BaseException | None = None
     with warnings.catch_warnings():
-        for kind in (ckpt.NotDurableWarning, ckpt.LeftOverWarning):
+        for kind in (ckpt.NotDurableWarning, ckpt.LeftOverWarning, ckpt.UnreadableWarning):
             warnings.simplefilter("ignore", kind)
         with disk.watched(failure):
             try:
