@@ -403,7 +403,9 @@ class Coordinator(ConnectedChannel):
             return ranks
         now = monotonic()
         for stranger, until in tuple(self._strangers.items()):
-            # An interrupt may have come before a rank was let in.
+            # An interrupt may have come before a stranger was registered, or a rank was let in.
+            with suppress(KeyError):
+                self._selector.register(stranger, selectors.EVENT_READ, 0)
             if until <= now or stranger.greeting is not None:
                 ranks += self._greet(stranger)
         if ranks:
@@ -434,6 +436,7 @@ class Coordinator(ConnectedChannel):
         self._is_full = False
         for _ in range(self._backlog):
             assert self._listener is not None
+            until = monotonic() + GREETING_SECONDS
             try:
                 link = Link(self._listener.accept()[0], is_stranger=True)
             except BlockingIOError:
@@ -447,8 +450,8 @@ class Coordinator(ConnectedChannel):
                     break
                 ranks += self._greet(oldest, is_last=True)
                 continue
+            self._strangers[link] = until  # first: `_news` registers it after an interrupt here
             self._selector.register(link, selectors.EVENT_READ, 0)
-            self._strangers[link] = monotonic() + GREETING_SECONDS
             ranks += self._greet(link)
             if self._is_complete:
                 break
