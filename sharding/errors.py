@@ -71,10 +71,6 @@ def _rebuilt(kind: type[Any], args: tuple[object, ...]) -> object:
     return error
 
 
-SHOWN_LINES = 3
-"""The lines of an error that a lower rank shows whole: the first of its parts are among them."""
-
-
 class CkptError(Picklable, Exception):
     """The root of all errors that `ckpt`, `formats` and `sharding` raise on purpose."""
 
@@ -82,7 +78,7 @@ class CkptError(Picklable, Exception):
     names: tuple[str, ...] = ()
     """All names of a list of which the message shows the first ones."""
     shown_on: int | None = None
-    """A lower rank that raises an equal error: this rank's text then has its first lines alone."""
+    """A lower rank that raises an equal error, and shows where: this rank's traceback is short."""
 
     def __init__(self, *args: object, names: Iterable[str] = ()) -> None:
         super().__init__(*(without_secrets(one) if isinstance(one, str) else one for one in args))
@@ -90,11 +86,9 @@ class CkptError(Picklable, Exception):
             self.names = tuple(names)
 
     def __str__(self) -> str:
-        lines = self.reason.split("\n")
-        if self.shown_on is None or len(lines) <= SHOWN_LINES:
+        if self.shown_on is None or "\n" not in self.reason:
             return self.reason
-        told = f"  Rank {self.shown_on} has the same error, and shows all of it."
-        return "\n".join([*lines[:SHOWN_LINES], told])
+        return f"{self.reason}\n  Rank {self.shown_on} has the same error, and its traceback."
 
     @property
     def reason(self) -> str:

@@ -726,7 +726,7 @@ def test_a_signal_has_its_usual_effect_after_its_save_and_at_once_the_second_tim
     assert sorted(one.name for one in (tmp_path / "run").glob("step-*")) == saved
     assert ("after the loop" in out) == (status == 0)
     assert out.count("own handler") == (2 if before == "own" else 0)
-    lines = [line for line in err.splitlines() if "SIGTERM ends the run" in line]
+    lines = [line for line in err.splitlines() if "SIGTERM ends the process" in line]
     assert len(lines) == (1 if status and again == "once" else 0)
 
 
