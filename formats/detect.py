@@ -193,6 +193,10 @@ ENDINGS = {
 _STATE_FILE = re.compile(
     r"(training_args|optimizer|scheduler|scaler|rng_state|random_states|dl_state_dict|sampler).*"
 )
+_PART = re.compile(
+    r".*\.distcp|.*-\d+-of-\d+\b.*|(mp_rank|(bf16_)?zero_pp_rank|layer)_\d+.*|consolidated\.\d+\..*"
+)
+"""Files of which a checkpoint has others beside them: one alone would be read as the whole."""
 _FILES = (*OF_WEIGHTS, ".npy", *(ENDINGS.keys() - {".json", ".index"}))
 
 
@@ -201,9 +205,11 @@ def files_of_weights(entries: Iterable[str]) -> list[str]:
 
     >>> files_of_weights(["README.md", "training_args.bin", "a.pt", "tf_model.h5", "b.pt/"])
     ['a.pt', 'tf_model.h5']
+    >>> files_of_weights(["__0_0.distcp", "model-00001-of-00002.safetensors"])
+    []
     """
-    named = (name for name in entries if name.lower().endswith(_FILES))
-    return sorted(name for name in named if not is_shard(name) and not _STATE_FILE.match(name))
+    named = (name for name in entries if name.lower().endswith(_FILES) and not is_shard(name))
+    return sorted(one for one in named if not _STATE_FILE.match(one) and not _PART.fullmatch(one))
 
 
 def zip_kind(names: Iterable[str]) -> Kind | None:
