@@ -301,12 +301,14 @@ def _match(
 
 
 PROBE_BYTES = 64 << 10
+PAYS = 0.5
+"""The part of the bytes up to which a delta of the probe tells that deltas pay."""
 PROBE_ELEMENTS = 4096
 """The elements of a tensor that is likely to differ in models that differ."""
 
 
 def _has_base(source: Source, found: Match, rank: int, options: LoadOptions) -> bool:
-    """Whether this rank's target has the version before that of a live state of another host.
+    """Whether this rank's target has the version before of a live state elsewhere, and deltas pay.
 
     A copy of one small tensor of the target tells, a matrix if there is one: the delta makes it
     that of the version.
@@ -323,8 +325,9 @@ def _has_base(source: Source, found: Match, rank: int, options: LoadOptions) -> 
     from ckpt.transfer.live_deltas import apply_delta  # zstandard is for those who need it
 
     limits = Limits(PROBE_BYTES, PROBE_BYTES, PROBE_BYTES)
-    first = byte_ranges_of(requests, verify=True, limits=limits)[:1]
-    return apply_delta(store, first, [memory_of(local.clone())]) == []
+    ranges = byte_ranges_of(requests, verify=True, limits=limits)
+    largest = [max(ranges, key=lambda one: one.wanted_bytes)]
+    return apply_delta(store, largest, [memory_of(local.clone())], PAYS) == []
 
 
 def is_far_live(store: Store) -> bool:

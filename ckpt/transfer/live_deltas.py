@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from math import prod
+from math import inf, prod
 from typing import NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -251,13 +251,16 @@ class _Taken:
 
 
 def apply_delta(
-    reader: Reader, ranges: Sequence[ByteRange], targets: Sequence[memoryview]
+    reader: Reader,
+    ranges: Sequence[ByteRange],
+    targets: Sequence[memoryview],
+    most_part: float = inf,
 ) -> list[ByteRange] | None:
     """Brings ranges of one file from the version before to this one, in their targets.
 
     Returns the ranges that are to be read: those without deltas, and those whose bytes are not
-    right afterwards. None if the reader gives no delta; nothing has changed then. Raises
-    FormatError for an answer that is no delta.
+    right afterwards. None if the reader gives no delta, or one of more than `most_part` of the
+    bytes; nothing has changed then. Raises FormatError for an answer that is no delta.
     """
     found = [(one, _area_of(one)) for one in ranges]
     areas = [area for _, area in found if area is not None]
@@ -265,7 +268,7 @@ def apply_delta(
     if asks is None or not areas:
         return None
     data = asks(ranges[0].file, [area.as_json() for area in areas])
-    if data is None:
+    if data is None or len(data) > most_part * sum(area.nbytes for area in areas):
         return None
     delta = Delta(data, areas)
     return [

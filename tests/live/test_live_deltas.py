@@ -225,6 +225,30 @@ def test_every_layout_gets_the_differences_alone(
     assert max(parts) < 1 / 25  # a hundredth has changed, and the tensors are small
 
 
+def rewrite(name: str) -> None:
+    """A version of which each element is another one."""
+    for tensor in _states[name].values():
+        tensor.to_local().copy_(torch.randn(tensor.to_local().shape))
+    _live[name].update().wait(SECONDS)
+
+
+def deltas_of_a_load(url: str, runtime: str) -> int:
+    """Loads the newest version; returns the number of deltas that came."""
+    os.environ[RUNTIME] = runtime
+    with patch.object(LiveStore, "delta", autospec=True, side_effect=LiveStore.delta) as asked:
+        ckpt.load(url, spread(whole(0), 0))
+    return asked.call_count
+
+
+def test_a_version_of_which_all_has_changed_is_read_whole_after_one_small_delta(
+    clusters: Callable[[int], Any], sockets: dict[str, str]
+) -> None:
+    found: str = clusters(2).run(begin, sockets["here"], "rewritten")[0]
+    clusters(2).run(rewrite, "rewritten")
+    assert clusters(3).run(deltas_of_a_load, found, sockets["elsewhere"]) == [1, 1, 1]
+    clusters(2).run(end, "rewritten")
+
+
 @pytest.mark.parametrize("had", [None, 1, 3])
 def test_a_target_of_another_version_gets_what_it_lacks(
     clusters: Callable[[int], Any], url: str, sockets: dict[str, str], had: int | None
