@@ -4,10 +4,11 @@
     python tests/mutations.py engine commit     those whose names begin so
     python tests/mutations.py --check           whether every one still applies; runs no test
 
-A mutation replaces a text that stands once in the product by another, in a copy of the working
-tree, and runs a few test files there until the first failure. A mutation is killed when a test
+A mutation replaces code that stands once in the product by other code, in a copy of the working
+tree, and runs a few test files there until the first failure. Code is found by its tokens: line
+breaks, indentation, comments and trailing commas may differ. A mutation is killed when a test
 fails, and survives when all pass. The exit status is 1 where one survives or pytest itself fails,
-and 2 where the text of one is not in the product, or stands there twice: then the product has
+and 2 where the code of one is not in the product, or stands there twice: then the product has
 changed, and the table below is to be changed with it.
 """
 
@@ -15,16 +16,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import tokenize
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from io import StringIO
 from pathlib import Path
+from textwrap import dedent
+from typing import NamedTuple
 
 sys.path.pop(0)  # this folder has a `ckpt` of its own: the tests of it
 
@@ -151,10 +158,8 @@ MUTATIONS = (
     ),
     Mutation(
         "engine: a sum is in rank order",
-        "result = list(self._parts[1] if self._rank == 0 else self._parts[0])\n"
-        "        if self._rank == 0:",
-        "result = list(self._parts[1] if self._rank < 2 else self._parts[0])\n"
-        "        if self._rank < 2:",
+        "result = list(self._parts[1] if self._rank == 0 else self._parts[0])\nif self._rank == 0:",
+        "result = list(self._parts[1] if self._rank < 2 else self._parts[0])\nif self._rank < 2:",
         f"sharding/transport {GRADIENTS}",
     ),
     Mutation(
@@ -335,8 +340,8 @@ MUTATIONS = (
     ),
     Mutation(
         "commit: what is borrowed from is not deleted",
-        "            store.commit(MANIFEST, data, replace=False)\n        except (ExistsError",
-        "            pass\n        except (ExistsError",
+        "try:\n    store.commit(MANIFEST, data, replace=False)\nexcept (ExistsError, UnflushedError):",
+        "try:\n    pass\nexcept (ExistsError, UnflushedError):",
         "faults/concurrency ckpt/borrowing ckpt/commit",
     ),
     Mutation(
@@ -433,8 +438,8 @@ MUTATIONS = (
     ),
     Mutation(
         "loading: a shape that differs is an error",
-        "if record.shape != tuple(tensor.shape):",
-        "if len(record.shape) != len(tuple(tensor.shape)):",
+        "record.shape != tuple(tensor.shape)",
+        "len(record.shape) != len(tuple(tensor.shape))",
         "ckpt/load ckpt/match_entries ckpt/bad_state",
     ),
     Mutation(
@@ -495,14 +500,14 @@ MUTATIONS = (
     ),
     Mutation(
         "stores: a commit does not replace another",
-        "                check()\n            self._give_name(part, name, replace, written)",
-        "                check()\n            self._give_name(part, name, True, written)",
+        "if check is not None:\n    check()\nself._give_name(part, name, replace, written)",
+        "if check is not None:\n    check()\nself._give_name(part, name, True, written)",
         "ckpt/store ckpt/commit stores/contract",
     ),
     Mutation(
         "stores: files are durable before the manifest",
-        "            self.flush()  # the files that this one names must be durable first\n",
-        "",
+        "self.flush()\nif check is not None:",
+        "if check is not None:",
         "ckpt/commit faults/power_loss",
     ),
     Mutation(
@@ -556,8 +561,8 @@ MUTATIONS = (
     ),
     Mutation(
         "live: memory that a reader holds is told after an update that failed, too",
-        "slot.held, slot.version = max(slot.held, held), None\n        elif",
-        "slot.version = None\n        elif",
+        "slot.held, slot.version = max(slot.held, held), None",
+        "slot.version = None",
         "live/publish",
     ),
     Mutation(
@@ -760,8 +765,8 @@ MUTATIONS = (
     ),
     Mutation(
         "mapping: 01 is no index",
-        ">0|[1-9][0-9]{{0,8}})",
-        ">[0-9]{{1,9}})",
+        'f"(?P<{axis[1]}>0|[1-9][0-9]{{0,8}})"',
+        'f"(?P<{axis[1]}>[0-9]{{1,9}})"',
         "mapping/apply",
     ),
     Mutation(
@@ -823,13 +828,74 @@ MUTATIONS = (
 )
 
 
-def located(mutation: Mutation, root: Path) -> list[Path]:
-    """The files of the product that have the text of a mutation: one for each time it is there."""
-    found = []
-    for package in PRODUCT:
-        for path in sorted((root / package).rglob("*.py")):
-            found += [path] * path.read_text().count(mutation.old)
-    return found
+class Place(NamedTuple):
+    """Where the code of a mutation stands."""
+
+    path: Path
+    lo: int
+    """The first character."""
+    hi: int
+
+    def with_code(self, code: str) -> str:
+        """The text of the file with other code here, indented as the code before."""
+        text = self.path.read_text()
+        start = text.rfind("\n", 0, self.lo) + 1
+        margin = text[start : self.lo]
+        indent = margin if not margin.strip() else margin[: len(margin) - len(margin.lstrip())]
+        lines = dedent(code).strip().replace("\n", "\n" + indent)
+        return text[: self.lo] + (lines or "pass") + text[self.hi :]
+
+
+LAYOUT = frozenset({tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT})
+BETWEEN = "\0"
+"""Stands between two tokens, and at both ends."""
+
+
+class Code(NamedTuple):
+    """A text as tokens, without layout, comments and trailing commas."""
+
+    joined: str
+    places: list[tuple[int, int]]
+    """The first character of each token, and the end."""
+
+    @classmethod
+    def of(cls, text: str) -> Code:
+        """The tokens of a whole file, or of a part of one that may end anywhere."""
+        starts = [0, *(match.end() for match in re.finditer("\n", text))]
+        found: list[tuple[str, int, int]] = []
+        try:
+            for token in tokenize.generate_tokens(StringIO(text).readline):
+                if token.type in LAYOUT or token.type == tokenize.COMMENT or not token.string:
+                    continue
+                if token.string in ")]}" and found and found[-1][0] == ",":
+                    found.pop()
+                (row, column), (last, end) = token.start, token.end
+                found.append((token.string, starts[row - 1] + column, starts[last - 1] + end))
+        except (tokenize.TokenError, IndentationError):  # a part ends within brackets, or a block
+            pass
+        joined = "".join(BETWEEN + string for string, _, _ in found) + BETWEEN
+        return cls(joined, [(lo, hi) for _, lo, hi in found])
+
+    def find(self, part: Code) -> Iterator[tuple[int, int]]:
+        """Yields the first character, and the end, of each place where a part stands."""
+        at = self.joined.find(part.joined)
+        while at >= 0:
+            first = self.joined.count(BETWEEN, 0, at)
+            yield self.places[first][0], self.places[first + len(part.places) - 1][1]
+            at = self.joined.find(part.joined, at + 1)
+
+
+@cache
+def codes(root: Path) -> dict[Path, Code]:
+    """The product's files as tokens."""
+    files = (path for package in PRODUCT for path in sorted((root / package).rglob("*.py")))
+    return {path: Code.of(path.read_text()) for path in files}
+
+
+def located(mutation: Mutation, root: Path) -> list[Place]:
+    """The places of the product that have the code of a mutation."""
+    part = Code.of(dedent(mutation.old))
+    return [Place(path, *place) for path, code in codes(root).items() for place in code.find(part)]
 
 
 def copied(target: Path) -> None:
@@ -844,9 +910,9 @@ def copied(target: Path) -> None:
 
 def outcome(mutation: Mutation, root: Path, log: Path) -> str:
     """`killed by TEST`, `survived`, or `no answer` of pytest; the mutation is taken back."""
-    [path] = located(mutation, root)
-    text = path.read_text()
-    path.write_text(text.replace(mutation.old, mutation.new))
+    [place] = located(mutation, root)
+    path, text = place.path, place.path.read_text()
+    path.write_text(place.with_code(mutation.new))
     try:
         status = tested(mutation.paths, root, log)
     finally:
@@ -897,7 +963,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     stale = [
-        f"{mutation.name}: the text is {len(found)} times in the product"
+        f"{mutation.name}: the code is {len(found)} times in the product"
         for mutation in chosen(options.names)
         if len(found := located(mutation, ROOT)) != 1
     ]
@@ -917,11 +983,11 @@ def main() -> int:
         copied(root)
         for mutation in chosen(options.names):
             began = time.monotonic()
-            [path] = located(mutation, root)
+            [place] = located(mutation, root)
             told = outcome(mutation, root, Path(folder, "log"))
             survivors += not told.startswith("killed")
             seconds = time.monotonic() - began
-            where = path.relative_to(root)
+            where = place.path.relative_to(root)
             print(f"{mutation.name} | {where} | {told} | {seconds:.0f} s", flush=True)
     print(f"{survivors} survived", file=sys.stderr)
     return 1 if survivors else 0
