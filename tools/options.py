@@ -38,7 +38,7 @@ def add_name_changes(parser: ArgumentParser, whose: str) -> None:
     """Declares the options; `whose` are the names that they change."""
     add = parser.add_argument
     for flag, is_inverse, said in (
-        ("--map", False, "change names and shapes by a mapping: llama-hf-megatron, or by a file"),
+        ("--map", False, "change names and shapes by a mapping: llama-hf-megatron, auto, a file"),
         ("--inverse-map", True, "the same from the right of the mapping to its left"),
     ):
         add(
@@ -77,11 +77,10 @@ def mappings_of(options: Sequence[MappingOption] | None) -> list[MappingName]:
     """Returns the mappings that were given, as the library takes them."""
     from ckpt.mapping.changes import read_mapping
 
-    found: list[MappingName] = []
-    for option in options or ():
-        mapping = read_mapping(option.name)
-        found.append(mapping.inverse() if option.is_inverse else mapping)
-    return found
+    return [
+        read_mapping(option.name).inverse() if option.is_inverse else option.name
+        for option in options or ()
+    ]
 
 
 def by_first(pairs: Sequence[tuple[str, T]] | None, flag: str) -> dict[str, T]:

@@ -257,6 +257,7 @@ def convert(
         exclude: patterns of names to leave out.
         mapping: mappings, applied in turn (docs/converting.md): the name of one that ships, such as
             `llama-hf-megatron`, the path of a mapping file, or the result of `ckpt.read_mapping`.
+            `auto`, or as `auto-hf-megatron`, is the one for the `model_type` in the `config.json`.
         rename: from names to new names, as for `ckpt.load`, after the mappings.
         prefix: a name to put before all names, last of all.
         parameters: sizes that the mappings name, such as `{"heads": 32}`. By default they come from
@@ -348,6 +349,7 @@ def convert(
         if is_first:
             target.check_free(source)
         changes, beside = of_weights(changes, source, target.format)
+        changes = changes.resolved(source)
         files = changes.model_files(source) if target.format is Format.HUGGINGFACE else None
         if files is not None and changes.config is None and changes.keeps_model(source):
             source = replace(source, catalog=with_modules(source.store, source.catalog))

@@ -33,7 +33,7 @@ from ckpt.converting.convert import Described, Target, dtypes_of, of_weights
 from ckpt.converting.target_formats import Format, format_of
 from ckpt.converting.targets import NewFiles
 from ckpt.errors import StoreError
-from ckpt.mapping.changes import Changes, MappingName, Part, read_mapping
+from ckpt.mapping.changes import Changes, MappingName, Part, named_mapping
 from ckpt.mapping.model_files import ModelFiles, plans_of, read_configs, read_model_files
 from ckpt.mapping.rules import TensorMapping
 from ckpt.opening.sources import Source, open_source
@@ -119,7 +119,7 @@ class SecondOutput:
         given = self.mapping
         named = [given] if isinstance(given, str | os.PathLike | TensorMapping) else given
         # Another process makes the plan too, in a folder that may be another one by then.
-        object.__setattr__(self, "mapping", tuple(map(read_mapping, named)))
+        object.__setattr__(self, "mapping", tuple(map(named_mapping, named)))
         object.__setattr__(self, "place", absolute(self.place))
         if self.config is not None:
             object.__setattr__(self, "config", absolute(self.config))

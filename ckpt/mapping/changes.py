@@ -16,6 +16,8 @@ Rules:
    one at `config`, or else the one beside the checkpoint, if it is there.
 5. The mappings that ship are the files of `ckpt/mapping/families`, `MODEL-FROM-TO`, each read in
    both directions.
+6. `auto`, or `auto-FROM-TO`, stands for the one of them that is for the `model_type` in the model's
+   `config.json` and fits all names and shapes. Until then it is a mapping without rules.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ __all__ = ["read_mapping"]
 
 Part = Literal["model", "optimizer"]
 MappingName = str | os.PathLike[str] | TensorMapping
-"""The name of a mapping that ships, the path of a mapping file, or a mapping."""
+"""The name of a mapping that ships, `auto`, the path of a mapping file, or a mapping."""
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 """Top entries that are a state dict of a model: DCP's, Lightning's, torch's, DeepSpeed's."""
@@ -92,8 +94,10 @@ class Changes:
                 )
         mapping = self.mapping
         named = [mapping] if isinstance(mapping, (str, os.PathLike, TensorMapping)) else mapping
-        mappings = [read_mapping(one) for one in named]
-        _check_used(self.parameters or {}, mappings)
+        mappings = [named_mapping(one) for one in named]
+        object.__setattr__(self, "mapping", tuple(mappings))
+        if all(one.rules for one in mappings):
+            _check_used(self.parameters or {}, mappings)
         if self.rename:
             mappings.append(_renames(self.rename, "rename"))
         if self.prefix:
@@ -108,7 +112,9 @@ class Changes:
 
     def check_config_is_used(self) -> None:
         """Raises ArgumentError for a `config` from which no mapping takes a size (rule 4)."""
-        if self.config is not None and not any(mapping.parameters for mapping in self.mappings):
+        if self.config is not None and all(
+            one.rules and not one.parameters for one in self.mappings
+        ):
             raise ArgumentError(
                 f"config={without_secrets(os.fspath(self.config))!r} has no effect: no mapping "
                 "takes a size from a config.json, and only a folder that is written as hf gets "
@@ -123,20 +129,70 @@ class Changes:
                 rule matches no name, or a mapping does not fit.
             UnsupportedError: a top entry has an empty name.
         """
-        select = self.select or ""
-        if self.part is not None:
-            select = _place(source, self.part)
-        mapped = _chosen(source, select, self.selection)
-        for mapping, parameters in zip(self.mappings, self.parameters_of(source), strict=True):
-            mapped = map_catalog(mapped, mapping, parameters)
-        return mapped
+        return self._map(source)[1]
+
+    def resolved(self, source: Source) -> Changes:
+        """Returns the changes with the mappings in the place of `auto` (rule 6).
+
+        Raises ArgumentError as `apply` does.
+        """
+        if all(mapping.rules for mapping in self.mappings):
+            return self
+        return replace(self, mapping=self._map(source)[0][: len(self.mapping)])
+
+    def _map(self, source: Source) -> tuple[list[TensorMapping], Mapped]:
+        """Returns the mappings, and the catalog after them."""
+        place = self.select or "" if self.part is None else _place(source, self.part)
+        mapped, used = _chosen(source, place, self.selection), list[TensorMapping]()
+        config = self._config_if_used(source)
+        for mapping in self.mappings:
+            if mapping.rules:
+                mapped = map_catalog(mapped, mapping, self._parameters(mapping, config))
+            else:
+                mapping, mapped = self._find(mapping.name, mapped, config, source.url)
+            used.append(mapping)
+        return used, mapped
+
+    def _find(
+        self, name: str, before: Mapped, config: Mapping[str, object], url: str
+    ) -> tuple[TensorMapping, Mapped]:
+        """Returns the mapping that a name stands for, and the catalog after it (rule 6)."""
+        ways = [one for one in mapping_names() if one.endswith(name.removeprefix("auto"))]
+        kind = config.get("model_type")
+        known = [one for one in map(find_mapping, ways) if kind in one.model_types]
+        where = f"{without_secrets(url)}: {name!r}"
+        if not known:
+            raise ArgumentError(
+                f"{where} is chosen by the model_type in a config.json, "
+                + (
+                    f"and no mapping is for {kind!r}"
+                    if kind
+                    else "and none is beside the checkpoint"
+                )
+                + ("" if kind else "; give config=, the folder of the model")
+                + f"; or name a mapping: {', '.join(ways)}"
+            )
+        fitting, unfit = list[tuple[TensorMapping, Mapped]](), list[str]()
+        for mapping in known:
+            try:
+                sizes = self._parameters(mapping, config)
+                fitting.append((mapping, map_catalog(before, mapping, sizes)))
+            except ArgumentError as error:
+                unfit.append(f"{mapping.name}: {error}")
+        if not fitting:
+            raise ArgumentError(f"{where}: no mapping for {kind!r} fits:\n" + "\n".join(unfit))
+        if len(fitting) > 1:
+            names = ", ".join(mapping.name for mapping, _ in fitting)
+            raise ArgumentError(f"{where}: several mappings for {kind!r} fit; name one: {names}")
+        return fitting[0]
 
     def parameters_of(self, source: Source) -> tuple[Mapping[str, int], ...]:
         """Returns the parameters of each mapping (rule 4). The caller's count first."""
-        given = self.parameters or {}
-        is_complete = all(set(mapping.parameters) <= set(given) for mapping in self.mappings)
-        config = {} if is_complete else self._config(source)
-        return tuple({**_config_parameters(mapping, config), **given} for mapping in self.mappings)
+        config = self._config_if_used(source)
+        return tuple(self._parameters(mapping, config) for mapping in self.mappings)
+
+    def _parameters(self, mapping: TensorMapping, config: Mapping[str, object]) -> dict[str, int]:
+        return {**_config_parameters(mapping, config), **(self.parameters or {})}
 
     def model_files(self, source: Source) -> ModelFiles:
         """Returns the configuration and tokenizer for a new folder (`ckpt.mapping.model_files`)."""
@@ -153,8 +209,11 @@ class Changes:
         places = (None, "", place_of_model(source.catalog), self.module)
         return self.select in places and self.part != "optimizer" and not self.mappings
 
-    def _config(self, source: Source) -> Mapping[str, object]:
-        """Returns the configuration of the model; empty if there is none."""
+    def _config_if_used(self, source: Source) -> Mapping[str, object]:
+        """Returns the configuration of the model; empty if there is none or none is needed."""
+        given = set(self.parameters or ())
+        if all(one.rules and given >= set(one.parameters) for one in self.mappings):
+            return {}
         if self.config is not None:
             return config_of(read_configs(self.config), "config=")
         return config_in(source.store)
@@ -173,6 +232,18 @@ def read_mapping(mapping: MappingName) -> TensorMapping:
     name = os.fspath(mapping)
     is_path = isinstance(mapping, os.PathLike) or Path(name).suffix in (".toml", ".json")
     return read_mapping_file(name) if is_path or os.sep in name else find_mapping(name)
+
+
+def named_mapping(mapping: MappingName) -> TensorMapping:
+    """Returns `read_mapping(mapping)`, or for `auto` a mapping without rules (rule 6)."""
+    if isinstance(mapping, str) and mapping in _auto_names():
+        return TensorMapping(mapping, ())
+    return read_mapping(mapping)
+
+
+def _auto_names() -> set[str]:
+    ways = (name.partition("-")[2] for name in mapping_names())
+    return {"auto", *(f"auto-{way}" for way in ways if "hf" in way)}
 
 
 def _check_used(parameters: Mapping[str, int], mappings: Sequence[TensorMapping]) -> None:
@@ -412,7 +483,8 @@ def find_mapping(name: str) -> TensorMapping:
     if found is None:
         raise ArgumentError(
             f"{name!r} is neither a mapping nor a file; the mappings are "
-            f"{', '.join(mapping_names())}"
+            f"{', '.join(mapping_names())}; mapping= also takes "
+            f"{', '.join(sorted(_auto_names()))}, chosen by a config.json"
         )
     file, is_inverse = found
     text = FAMILIES.joinpath(file).read_text(encoding="utf-8")

@@ -179,6 +179,46 @@ def test_a_mapping_without_its_parameters_names_them(tmp_path: Path, mapping: st
     assert ckpt.diff(hf, tmp_path / "back", include="model.*", rename={"hf": ""}).equal
 
 
+def test_auto_is_the_one_mapping_that_fits_the_config(tmp_path: Path) -> None:
+    every = load_file(TORCHTITAN / "deepseek.safetensors")
+    hf = {name[3:]: tensor for name, tensor in every.items() if name.startswith("hf.")}
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    save_file(hf, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    titan = tmp_path / "titan.safetensors"
+    ckpt.convert(folder, titan, mapping="auto-hf-torchtitan", verify=True)
+    direct = ckpt.diff(folder, titan, mapping="deepseekv3-hf-torchtitan")
+    assert direct.equal
+    ckpt.convert(titan, tmp_path / "back", to="hf", mapping="auto", config=folder)
+    assert ckpt.diff(folder, tmp_path / "back").equal
+    rename = {"output": "head"}
+    ckpt.convert(titan, tmp_path / "b.pt", mapping=["auto"], config=folder, rename={"lm_head": "h"})
+    assert "h.weight" in torch.load(tmp_path / "b.pt")
+    with pytest.raises(ArgumentError, match=r"config=, the folder of the model; or name a mapping"):
+        ckpt.convert(titan, tmp_path / "c.pt", mapping="auto", rename=rename)
+
+
+def test_auto_names_the_mappings_that_it_cannot_choose_from(tmp_path: Path) -> None:
+    every = load_file(TORCHTITAN / "llama.safetensors")
+    hf = {name[3:]: tensor for name, tensor in every.items() if name.startswith("hf.")}
+    save_file(hf, tmp_path / "model.safetensors")
+    config, there = tmp_path / "config.json", tmp_path / "there.pt"
+    config.write_text('{"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2}')
+    with pytest.raises(ArgumentError, match="name one: llama-hf-megatron, llama-hf-torchtitan"):
+        ckpt.convert(tmp_path, there, mapping="auto")
+    with pytest.raises(ArgumentError, match=r"fits:\nllama-megatron-hf: .*has no rule for"):
+        ckpt.convert(tmp_path, there, mapping="auto-megatron-hf")
+    config.write_text('{"model_type": "lama"}')
+    with pytest.raises(ArgumentError, match=r"no mapping is for 'lama'; or name .*llama-hf-meg"):
+        ckpt.convert(tmp_path, there, mapping="auto")
+    with pytest.raises(ArgumentError, match="'auto-hf-titan' is neither"):
+        ckpt.convert(tmp_path, there, mapping="auto-hf-titan")
+    with pytest.raises(ArgumentError, match="mapping= also takes auto, auto-"):
+        ckpt.read_mapping("auto")
+    assert not there.exists()
+
+
 def test_every_mapping_has_both_directions() -> None:
     assert {turned(name) for name in mapping_names()} == set(mapping_names())
     for name in mapping_names():
