@@ -28,7 +28,7 @@ import torch
 import xxhash
 
 from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
-from ckpt.plan.save_plan import WriteItem, choose_layouts, pause_collection, plan_save
+from ckpt.plan.save_plan import WriteItem, choose_layouts, plan_save
 from ckpt.state.flatten import FlatState, Leaf
 from ckpt.state.merged_state import state_hashes, summary
 from ckpt.state.state_spec import StateSpec, merge_specs
@@ -39,6 +39,7 @@ from formats.native.manifest import MANIFEST, Manifest, ShardFile, StoredTensor,
 from formats.native.shard import ALIGN, CHUNK_BYTES, RECORD, TABLE
 from formats.safetensors.header import build
 from formats.storage import LOCAL_READ_BYTES
+from sharding.agreement.call_events import pause_collection
 from sharding.layout import Mesh
 
 T = TypeVar("T")

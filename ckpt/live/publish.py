@@ -27,7 +27,6 @@ from ckpt.live.hosts import Dropped, Hosts, Listening, copy_from, drop, reclaim,
 from ckpt.live.protocol import LEASE_SECONDS, FileAt, Segment
 from ckpt.live.sealing import SealJob, in_memory, seal_job_message
 from ckpt.opening.in_flight import SaveQueue, mark_errors_seen
-from ckpt.plan.save_plan import pause_collection
 from ckpt.saving.agreement import (
     SaveAttempt,
     SaveOptions,
@@ -44,6 +43,7 @@ from ckpt.saving.writers import ArenaWriter, new_arena
 from ckpt.stores.addresses import MOST_VERSION, NAME
 from formats.native.manifest import MANIFEST, dump
 from formats.native.shard import ShardSummary
+from sharding.agreement.call_events import pause_collection
 from sharding.agreement.channel import TIMEOUT_SECONDS
 from sharding.agreement.ranks import Ranks, result_or_error
 from sharding.errors import ArgumentError, ArgumentTypeError

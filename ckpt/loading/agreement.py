@@ -26,7 +26,6 @@ from ckpt.errors import (
     StoreError,
     make_skipped_warning,
 )
-from ckpt.loading.fallback import Url
 from ckpt.mapping.changes import Changes
 from ckpt.mapping.other_names import OtherNames, other_names
 from ckpt.match.match import match
@@ -236,7 +235,7 @@ class Matched:
 
 
 def _open_and_match(
-    ranks: Ranks, url: Url, state: object, options: LoadOptions, stack: ExitStack
+    ranks: Ranks, url: str, state: object, options: LoadOptions, stack: ExitStack
 ) -> Matched:
     """Opens the checkpoint until `stack` ends and matches it with the target. Changes nothing."""
     source = stack.enter_context(open_source(url, options.storage))

@@ -25,15 +25,12 @@ If each host has a folder of its own, other rules hold:
 3. The ranks of a host thus read no other host's file, as long as no rank moves to another host.
 
 [Note: reuse]
-A plan has several objects for each tensor. `pause_collection` spares the garbage collector's
-searches of all objects while one is made, and `keeps_last` keeps a plan for the next save.
+A plan has several objects for each tensor, so `keeps_last` keeps one for the next save.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from itertools import product
@@ -44,22 +41,6 @@ from formats.dtypes import DType
 from formats.native.manifest import StoredTensor
 from sharding.errors import ArgumentError
 from sharding.layout import Layout, Mesh, Only, Placement, Replicate, Split
-
-
-@contextmanager
-def pause_collection() -> Iterator[None]:
-    """Disables the garbage collector inside the block, for work of seconds without cyclic garbage.
-
-    A plan has several objects for each tensor. Python searches all objects whenever their number
-    has grown by a quarter: with torch imported, that is most of the time of a plan.
-    """
-    back = gc.enable if gc.isenabled() else gc.disable
-    try:
-        gc.disable()  # inside `try`: an interrupt may come just after
-        yield
-    finally:
-        back()
-
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -30,8 +30,7 @@ from ckpt.errors import (
     StoreError,
 )
 from ckpt.loading.agreement import LoadOptions
-from ckpt.loading.fallback import load_or_older
-from ckpt.loading.load import Patterns, load_once, load_options
+from ckpt.loading.load import Patterns, load_once, load_options, load_or_older
 from ckpt.mapping.changes import MappingName
 from ckpt.run.due import Due, Schedule
 from ckpt.run.exchange import RunRanks

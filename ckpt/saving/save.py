@@ -24,7 +24,7 @@ from warnings import warn
 from ckpt.arguments import WhenBusy, check_order, check_word, workers_for
 from ckpt.errors import BusyError, RankError
 from ckpt.opening import in_flight
-from ckpt.plan.save_plan import WriteItem, choose_layouts, pause_collection, plan_save
+from ckpt.plan.save_plan import WriteItem, choose_layouts, plan_save
 from ckpt.saving.agreement import (
     SaveAttempt,
     SaveOptions,
@@ -44,6 +44,7 @@ from ckpt.stores.store import Options, Store, absolute, local_path, open_store
 from ckpt.transfer.replica_hashes import Replicas
 from ckpt.transfer.write_job import Compress, write
 from formats.native.shard import Progress, ShardSummary
+from sharding.agreement.call_events import pause_collection
 from sharding.agreement.channel import TIMEOUT_SECONDS
 from sharding.agreement.ranks import Ranks, result_or_error
 

@@ -1,4 +1,4 @@
-"""Tells observers which stages a call of this rank had, and how long each took.
+"""The course of a call on this rank: observers get its stages, and the time of each.
 
 Rules:
 
@@ -10,6 +10,7 @@ Rules:
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -201,6 +202,21 @@ class Clock:
         stage, self._stage = self._stage, None
         if stage is not None:
             _tell(stage.close(error))
+
+
+@contextmanager
+def pause_collection() -> Iterator[None]:
+    """Disables the garbage collector inside the block, for work of seconds without cyclic garbage.
+
+    A plan has several objects for each tensor. Python searches all objects whenever their number
+    has grown by a quarter: with torch imported, that is most of the time of a plan.
+    """
+    back = gc.enable if gc.isenabled() else gc.disable
+    try:
+        gc.disable()  # inside `try`: an interrupt may come just after
+        yield
+    finally:
+        back()
 
 
 @contextmanager

@@ -22,10 +22,10 @@ from torch import nn
 import ckpt
 from ckpt.errors import StoreError
 from ckpt.opening import in_flight
-from ckpt.plan.save_plan import pause_collection
 from ckpt.saving.arena import Arena
 from ckpt.saving.writers import WriterProcess, arena_writer
 from ckpt.transfer.write_job import error_message, read_answer
+from sharding.agreement.call_events import pause_collection
 from tests.ckpt.late_copies import SECONDS, late_copies
 from tests.conftest import Program
 from tests.selection import slow

@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
-from ckpt.loading.fallback import DAMAGE, Loaded, load_or_older
-from ckpt.loading.load import load_partly
+from ckpt.loading.load import DAMAGE, Loaded, load_or_older, load_partly
 from ckpt.opening.sources import TRIES
 from formats.errors import FormatError, UnsupportedError
 from sharding.agreement.ranks import Ranks
