@@ -138,7 +138,8 @@ class Changes:
         """
         if all(mapping.rules for mapping in self.mappings):
             return self
-        return replace(self, mapping=self._map(source)[0][: len(self.mapping)])
+        named = len(self.mappings) - bool(self.rename) - bool(self.prefix)
+        return replace(self, mapping=self._map(source)[0][:named])
 
     def _map(self, source: Source) -> tuple[list[TensorMapping], Mapped]:
         """Returns the mappings, and the catalog after them."""
