@@ -37,7 +37,7 @@ from formats.errors import SizeError, TooLargeError
 from formats.native import reader
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, StoredTensor, dump, load
 from formats.native.shard import ALIGN, CHUNK_BYTES, RECORD, TABLE
-from formats.safetensors.header import build
+from formats.safetensors.file import build
 from formats.storage import LOCAL_READ_BYTES
 from sharding.agreement.call_events import pause_collection
 from sharding.layout import Mesh

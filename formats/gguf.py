@@ -49,9 +49,8 @@ from formats.catalog import (
 )
 from formats.dtypes import BY_NAME, DType
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
-from formats.limits import DIMENSIONS, ELEMENTS, Names, check, current
+from formats.limits import DIMENSIONS, ELEMENTS, Names, check, current, decode_object
 from formats.storage import Reader
-from formats.strict_json import decode_object
 from sharding.layout import Box, Piece
 
 GGUF = "gguf"

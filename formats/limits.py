@@ -1,4 +1,4 @@
-"""Limits for the numbers that a checkpoint announces.
+"""Limits for the numbers that a checkpoint announces, and for the JSON in it.
 
 A file of unknown origin may announce any number. A reader compares each number that sizes memory or
 work with a limit first. Rules:
@@ -10,21 +10,27 @@ work with a limit first. Rules:
 4. Dict keys with equal hashes are refused: an attacker has chosen them, since n of them take n²
    comparisons. Python randomizes the hashes of text and bytes, and those of numbers and tuples are
    predictable.
+5. JSON is decoded here alone (`decode_object`), as all readers understand it alike: UTF-8, unique
+   keys, finite numbers, within the limits.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from decimal import Decimal
 from functools import lru_cache
+from typing import NoReturn
 
-from formats.errors import HostileError
+from formats.errors import FormatError, HostileError
 from sharding.errors import ArgumentError
 
 __all__ = ["limits"]
@@ -270,3 +276,78 @@ class KeysApart:
                 f"{self._where}over {ALIKE_KEYS} keys of one dict have the same hash, which does "
                 "not happen by chance"
             )
+
+
+_MINUS_ZERO = re.compile(r"-0(?![0-9.eE])")
+
+
+def decode_object(
+    data: bytes | str, what: str, lone: bool = False, nan: bool = False
+) -> dict[str, object]:
+    """Returns the JSON object in `data`. `what` names the document at the start of each message.
+
+    `lone` allows escapes of half a surrogate pair, which Python uses in names of files; `nan`
+    allows NaN and Infinity, which Python's json writes.
+
+    Raises:
+        HostileError: a key occurs twice, there are too many values, or they nest too deep.
+        FormatError: `data` is not JSON in UTF-8, or not an object.
+
+    >>> decode_object('{"a": {"b": 1, "b": 2}}', "model.safetensors: the header")
+    Traceback (most recent call last):
+    formats.errors.HostileError: model.safetensors: the header has the key 'b' twice
+    """
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        entries = dict(pairs)
+        if len(entries) != len(pairs):
+            twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+            raise HostileError(f"{what} has the key {twice!r:.80} twice")
+        return entries
+
+    def refuse(constant: str) -> NoReturn:
+        raise FormatError(f"{what} is not JSON: {constant} is not a JSON number")
+
+    check("json_values", _most_values(data), what)
+    try:
+        text = data if isinstance(data, str) else data.decode()
+        # Some readers take -0 for a float. Few documents have one.
+        integer = _integer if _MINUS_ZERO.search(text) else None
+        document: object = json.loads(
+            text,
+            object_pairs_hook=unique,
+            parse_constant=float if nan else refuse,
+            parse_float=_float,
+            parse_int=integer,
+        )
+        if "\\u" in text and not lone:
+            json.dumps(document, ensure_ascii=False).encode()  # raises for half a surrogate pair
+    except FormatError:
+        raise
+    except RecursionError as error:
+        raise HostileError(f"{what} nests too deep to be read") from error
+    except ValueError as error:
+        raise FormatError(f"{what} is not JSON in UTF-8: {error}") from error
+    if not isinstance(document, dict):
+        raise FormatError(f"{what} is JSON, but a {type(document).__name__}, not an object")
+    return document
+
+
+def _float(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):  # other readers have another number
+        raise ValueError(f"{digits:.40} is larger than every float")
+    return number
+
+
+def _integer(digits: str) -> int:
+    if digits == "-0":
+        raise ValueError("-0 is not an integer")
+    return int(digits)
+
+
+def _most_values(data: bytes | str) -> int:
+    """Returns an upper bound of the values: a comma, colon or bracket stands before each."""
+    if isinstance(data, bytes):
+        return sum(map(data.count, (b",", b":", b"[", b"{")))
+    return sum(map(data.count, ",:[{"))

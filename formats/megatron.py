@@ -21,8 +21,8 @@ from formats import dcp, torch_save
 from formats.catalog import Catalog, FileRecord
 from formats.errors import UnsupportedError
 from formats.joined import Part, below, join_catalogs
+from formats.limits import decode_object
 from formats.storage import Reader
-from formats.strict_json import decode_object
 
 COMMON = "common.pt"
 METADATA = "metadata.json"

@@ -38,12 +38,11 @@ from formats.dcp.nest import unflatten
 from formats.dtypes import DType
 from formats.errors import CorruptError, FormatError, HostileError
 from formats.joined import Part, below, join_catalogs
-from formats.limits import DEPTH, ELEMENTS, check
+from formats.limits import DEPTH, ELEMENTS, check, decode_object
 from formats.pickles.records import is_shape
 from formats.pickles.tree import KeyPath
 from formats.pickles.values import NumpyDType
 from formats.storage import Reader
-from formats.strict_json import decode_object
 from sharding.layout import Box, Piece, row_major
 
 METADATA = "_METADATA"

@@ -33,12 +33,11 @@ from formats.catalog import (
 )
 from formats.deepspeed.zero import File, open_file
 from formats.errors import CorruptError, FormatError, UnsupportedError
-from formats.limits import AXES, RANKS, check
+from formats.limits import AXES, RANKS, check, decode_object
 from formats.pickles.machine import load
 from formats.pickles.records import Opaque, StoredTensor, is_shape
 from formats.pickles.tree import KeyPath, Nest, format_path
 from formats.storage import Reader
-from formats.strict_json import decode_object
 from formats.zip_records import DATA_PICKLE
 from sharding.errors import ArgumentError
 from sharding.layout import Box, Layout, Mesh, Piece, Placement, Replicate, Shard

@@ -43,11 +43,10 @@ from formats.deepspeed import folder as deepspeed
 from formats.detect import folder_format
 from formats.errors import CorruptError, UnsupportedError
 from formats.joined import Part, below, join_catalogs, under
-from formats.limits import check
+from formats.limits import check, decode_object
 from formats.safetensors import huggingface
 from formats.safetensors.huggingface import BASES, choose
 from formats.storage import Reader
-from formats.strict_json import decode_object
 
 MODEL = "model"
 DEEPSPEED = "deepspeed"

@@ -36,7 +36,7 @@ from formats.limits import check
 from formats.native.manifest import MANIFEST
 from formats.pickles.machine import load
 from formats.pickles.records import Metadata
-from formats.safetensors.header import Header, read_header
+from formats.safetensors.file import Header, read_header
 from formats.storage import Reader
 from formats.zip_records import Archive, Compressed
 from sharding.errors import format_names

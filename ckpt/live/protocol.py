@@ -29,7 +29,7 @@ from ckpt.errors import (
 )
 from ckpt.stores.addresses import FILE, MOST_VERSION, NAME
 from formats.errors import FormatError
-from formats.strict_json import decode_object
+from formats.limits import decode_object
 from sharding.errors import CkptError
 
 HEADER_BYTES = 16 << 10

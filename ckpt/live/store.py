@@ -49,8 +49,8 @@ from ckpt.stores.http_client import (
 )
 from ckpt.stores.served_store import ReadOnlyStore
 from formats.errors import CorruptError, FormatError, GoneError, SizeError, TooLargeError
+from formats.limits import decode_object
 from formats.storage import BESIDE, LOCAL_READ_BYTES, REMOTE_READ_BYTES
-from formats.strict_json import decode_object
 from sharding.errors import CkptError
 
 RENEWALS = 3

@@ -32,9 +32,8 @@ from ckpt.stores.store import Options, open_store, split_url
 from formats.catalog import Catalog, FilePlan
 from formats.detect import ENDINGS, OF_WEIGHTS
 from formats.dtypes import DType
-from formats.limits import check, current
+from formats.limits import check, current, decode_object
 from formats.storage import Reader
-from formats.strict_json import decode_object
 from sharding.errors import without_secrets
 
 CONFIG = "config.json"

@@ -44,7 +44,7 @@ from pathlib import Path
 from ckpt.state.patterns import check_rename, is_expression
 from formats.catalog import join
 from formats.errors import FormatError
-from formats.strict_json import decode_object
+from formats.limits import decode_object
 from sharding.errors import ArgumentError
 from sharding.layout import Shape
 

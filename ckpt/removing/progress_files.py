@@ -28,7 +28,7 @@ from formats.detect import SHARD
 from formats.errors import FormatError
 from formats.limits import current
 from formats.native.manifest import MANIFEST
-from formats.safetensors.header import PREFIX_BYTES
+from formats.safetensors.file import PREFIX_BYTES
 
 RECENT, FAR_RECENT = 32, 4
 """The most folders in a place that are looked into: on a disk, and in a bucket, where each costs a

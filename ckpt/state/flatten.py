@@ -59,7 +59,7 @@ from formats.errors import UnsupportedError
 from formats.limits import current
 from formats.native.shard import OWN_ENTRIES
 from formats.native.tree import ROOT
-from formats.safetensors.header import METADATA_KEY
+from formats.safetensors.file import METADATA_KEY
 from sharding.describe.describing import (
     TensorLike,
     describe,

@@ -30,7 +30,7 @@ from urllib.parse import quote
 from ckpt.errors import AccessDeniedError, ProtocolError, StoreTimeoutError, UnreachableError
 from ckpt.stores.addresses import authority
 from formats.errors import FormatError
-from formats.strict_json import decode_object
+from formats.limits import decode_object
 from sharding.errors import ArgumentError
 
 TIMEOUT_SECONDS = 30.0

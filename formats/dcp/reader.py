@@ -58,7 +58,7 @@ from formats.pickles.records import (
     is_shape,
 )
 from formats.pickles.tree import Nest, format_path
-from formats.safetensors.header import Entry, Header, read_header
+from formats.safetensors.file import Entry, Header, read_header
 from formats.storage import LOCAL_READ_BYTES, Reader
 from formats.zip_records import DATA_PICKLE, ZIP_MAGIC, Archive
 from sharding.layout import Box, Piece

@@ -42,10 +42,10 @@ from formats.limits import (
     Names,
     check,
     current,
+    decode_object,
 )
 from formats.native.tree import Json, decode, encode
 from formats.storage import Reader, read_again
-from formats.strict_json import decode_object
 from sharding.layout import (
     FlatShard,
     Layout,

@@ -24,7 +24,7 @@ from formats.limits import BASES, apply_limits, current
 from formats.native.borrowed import Lent, LentChunks, Place, Root, bases_of, beside
 from formats.native.manifest import MANIFEST, Manifest, StoredTensor, digest_in, load, read_manifest
 from formats.native.shard import RECORD, Expected, Part, Shard, open_shard, read_root
-from formats.safetensors.header import Header
+from formats.safetensors.file import Header
 from formats.storage import LOCAL_READ_BYTES, Pool, Reader
 from sharding.layout import Box, Piece, Shape, row_major
 

@@ -42,7 +42,7 @@ from formats.native.borrowed import (
 )
 from formats.native.codec import decompress, differ
 from formats.native.manifest import ShardFile
-from formats.safetensors.header import PREFIX_BYTES, Entry, Header, parse
+from formats.safetensors.file import PREFIX_BYTES, Entry, Header, parse
 from formats.storage import Reader, read_again
 
 CHUNK_BYTES = 64 << 10

@@ -44,7 +44,7 @@ from formats.native.shard import (
     sort_for_file,
     table_entry,
 )
-from formats.safetensors.header import build
+from formats.safetensors.file import build
 from formats.storage import Buffer, FileWriter, Pool
 
 

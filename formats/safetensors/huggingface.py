@@ -54,10 +54,9 @@ from formats.catalog import (
 from formats.detect import folder_format
 from formats.errors import CorruptError, FormatError, HostileError
 from formats.joined import Part, below, join_catalogs
-from formats.limits import ELEMENTS, check
+from formats.limits import ELEMENTS, check, decode_object
 from formats.safetensors.file import FileContents, flat_tree, plan_tensors, read_contents
 from formats.storage import Reader
-from formats.strict_json import decode_object
 from sharding.errors import format_names
 from sharding.layout import Box, Piece
 

@@ -22,7 +22,7 @@ from ckpt.transfer.read import ReadPolicy
 from formats.catalog import FilePlan, OutgoingTensor, Part, length_of
 from formats.dtypes import BY_NAME
 from formats.errors import CorruptError
-from formats.safetensors.header import build
+from formats.safetensors.file import build
 from formats.storage import Buffer
 from formats.zip_plan import Member, zip_parts
 from tests.formats.written import bytes_of

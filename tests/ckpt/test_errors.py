@@ -58,7 +58,7 @@ BUILT_IN = {
         "formats/safetensors/huggingface.py",
         "FileNotFoundError",
     ): "`ckpt.reading` makes a NotACheckpointError",
-    ("formats/strict_json.py", "ValueError"): "becomes a FormatError in the same file",
+    ("formats/limits.py", "ValueError"): "becomes a FormatError in the same file",
     ("formats/zip_records.py", "ValueError"): "Python's protocol of files, for `zipfile`",
     ("sharding/agreement/channel.py", "TypeError"): "ends the connection that sent the message",
     ("sharding/agreement/rendezvous.py", "TimeoutError"): "becomes a RankError on all ranks",

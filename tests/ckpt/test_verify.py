@@ -19,7 +19,7 @@ from formats.dtypes import BY_NAME
 from formats.errors import UnsupportedError
 from formats.native.manifest import Manifest, StoredTensor, dump, load
 from formats.native.shard_writer import write_shard
-from formats.safetensors.header import parse
+from formats.safetensors.file import parse
 from sharding.layout import Layout, Mesh, Shard
 
 WORLD = 3

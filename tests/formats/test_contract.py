@@ -33,8 +33,8 @@ from formats.catalog import (
 )
 from formats.dtypes import dtype_named
 from formats.errors import CorruptError
+from formats.limits import decode_object
 from formats.storage import Reader
-from formats.strict_json import decode_object
 from sharding.layout import Box, Piece, row_major
 
 ROOT = Path(__file__).parents[2]

@@ -25,7 +25,7 @@ from formats.native.manifest import Manifest, ShardFile, StoredTensor, dump, loa
 from formats.native.shard import OWN_ENTRIES, TABLE, ShardSummary
 from formats.native.shard_writer import write_shard
 from formats.native.tree import NAN_BITS
-from formats.safetensors.header import BITS, parse
+from formats.safetensors.file import BITS, parse
 from formats.storage import Buffer
 from sharding.layout import (
     FlatShard,

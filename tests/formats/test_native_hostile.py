@@ -21,7 +21,7 @@ from formats.errors import CorruptError, FormatError, HostileError, UnsupportedE
 from formats.native.borrowed import BORROWED, DELTA, DELTAS, RUN
 from formats.native.manifest import Manifest, load
 from formats.native.shard import OWN_ENTRIES, RECORD, TABLE
-from formats.safetensors.header import build, parse
+from formats.safetensors.file import build, parse
 from tests.selection import examples
 
 Json = Any

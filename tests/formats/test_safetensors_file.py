@@ -19,14 +19,15 @@ from formats.catalog import Catalog, Outgoing, OutgoingTensor, TensorRef, plain_
 from formats.dtypes import DTYPES, DType, dtype_of_torch
 from formats.errors import CorruptError, FormatError, UnsupportedError
 from formats.safetensors.file import (
+    BITS,
     DTYPES_KEY,
     PACKED,
     TIED_KEY,
+    build,
     is_carried,
     plan,
     read,
 )
-from formats.safetensors.header import BITS, build
 from sharding.layout import Box
 from tests.formats.written import write_files
 from tests.selection import examples

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, deserialize, safe_open
 
 from ckpt.stores.store import open_store
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
-from formats.safetensors.header import BITS, MAX_HEADER_BYTES, Entry, build, parse, read_header
+from formats.safetensors.file import BITS, MAX_HEADER_BYTES, Entry, build, parse, read_header
 from tests.selection import examples
 
 PAIR = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}

@@ -13,12 +13,11 @@ import torch
 
 import ckpt
 from formats.errors import FormatError, HostileError
-from formats.limits import limits
+from formats.limits import decode_object, limits
 from formats.native.borrowed import BORROWED, RUN
 from formats.native.manifest import MANIFEST
 from formats.pickles.machine import load
 from formats.pickles.records import StoredTensor
-from formats.strict_json import decode_object
 from tests.fuzz.folders import Folder, exercise
 from tests.fuzz.mutations import put_together, signed, taken_apart
 from tests.fuzz.seeds import seeds

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import pytest
 
 from formats.errors import FormatError
+from formats.limits import decode_object
 from formats.pickles.machine import load
-from formats.strict_json import decode_object
 from formats.zip_records import Archive
 from tests.fuzz.folders import Folder
 
