@@ -1,9 +1,10 @@
 """The safetensors format: its header, and one file of it as a checkpoint of whole tensors.
 
 [Note: header]
-Files of other formats begin with such a header too. A file is `length | header | data`: the length of the header as 8 bytes, little-endian; a JSON
-object from tensor name to `{"dtype", "shape", "data_offsets": [begin, end]}`; then the data. The
-rules of the format (https://huggingface.co/docs/safetensors), each with its reason:
+Files of other formats begin with such a header too. A file is `length | header | data`: the length
+of the header as 8 bytes, little-endian; a JSON object from tensor name to
+`{"dtype", "shape", "data_offsets": [begin, end]}`; then the data. The rules of the format
+(https://huggingface.co/docs/safetensors), each with its reason:
 
 1. A header has at most `Limits.header_bytes`: a file cannot make a reader allocate without bound.
    A written header has at most `MAX_HEADER_BYTES`.
