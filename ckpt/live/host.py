@@ -47,7 +47,7 @@ from ckpt.live.protocol import (
     version_or_newest,
 )
 from ckpt.live.shared_files import MemoryFile, SharedFile
-from ckpt.live.table import Forgotten, Table, VersionLease
+from ckpt.live.table import LOST_SECONDS, Forgotten, Table, VersionLease
 from ckpt.live.wire import Wire
 from ckpt.saving.arena import map_memory, new_memory, take_huge_pages
 from ckpt.stores.addresses import FILE, NAME, authority, version_of
@@ -120,10 +120,12 @@ class Host:
                 self._timer.cancel()
             self._timer = self._loop.call_at(at, self.notify)
 
-    def lease(self, name: str, version: int | None) -> tuple[str, VersionLease]:
+    def lease(
+        self, name: str, version: int | None, is_bound: bool = False
+    ) -> tuple[str, VersionLease]:
         """Takes a lease on a version, or on the newest one; returns its key too."""
         key = secrets.token_hex(8)
-        lease = self.table.lease(name, version, key, monotonic())
+        lease = self.table.lease(name, version, key, monotonic(), is_bound)
         self.due_in(lease.seconds)
         return key, lease
 
@@ -153,6 +155,10 @@ class Host:
         for name, version, file in self.files:
             if self.files[name, version, file] is connection.content:
                 self._left.add((name, version, connection.is_leased))
+        reader = connection.reader if connection.is_left else None
+        if reader is not None and all(one.reader != reader for one in self.connections):
+            self.table.lose(*reader, monotonic())
+            self.due_in(LOST_SECONDS)
 
     def is_in_flight(self, name: str, version: int, overdue: bool) -> bool:
         """Whether bytes of the version may be on their way to a reader that wants them."""
@@ -389,6 +395,7 @@ class LiveApp:
         if len(rest) != 1:
             raise RefusedError("unknown", f"{request.path:.200}: the form is /NAME/leases/ID")
         _only(request, "POST", "DELETE")
+        request.connection.reader = name, rest[0]
         if request.method == "DELETE":
             self._host.release(name, rest)
             return json_answer({})
@@ -399,7 +406,9 @@ class LiveApp:
         body = object_of(request.body, "the body")
         if set(body) != {"version"}:
             raise RefusedError("protocol", 'the body of a lease is {"version": number or null}')
-        key, lease = self._host.lease(name, version_or_newest("version", body["version"]))
+        wanted = version_or_newest("version", body["version"])
+        key, lease = self._host.lease(name, wanted, request.query.get("while") == "connected")
+        request.connection.reader = name, key
         found = {"lease": key, "version": lease.version, "seconds": lease.seconds}
         return json_answer({**found, **self._place(), "files": files_json(lease.files)})
 
@@ -422,6 +431,7 @@ class LiveApp:
         lease = request.headers.get(LEASE_HEADER)
         if lease is None:
             return False
+        request.connection.reader = name, lease
         try:
             return self._table.renew(name, lease, monotonic()) == version
         except RefusedError:  # another server has it, or it has ended
@@ -469,7 +479,10 @@ class LiveApp:
         if old is None:
             raise RefusedError("unknown", f"no version before {name}/{version} is like it")
         mapped = old.mapped(), new.mapped()
-        data = await asyncio.to_thread(_delta_between, areas, *mapped)
+        try:
+            data = await asyncio.to_thread(_delta_between, areas, *mapped)
+        except MemoryError:
+            raise RefusedError("memory", "no memory is left to make a delta") from None
         if not all(one.is_intact(area.offset) for area in areas for one in mapped):
             self._table.find(name, version, file)  # raises if the version has been replaced
             raise RefusedError("unknown", f"the version before {name}/{version} has been replaced")

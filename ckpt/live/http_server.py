@@ -125,6 +125,10 @@ class HttpConnection:
     """See rule 3."""
     is_leased: bool = False
     """Whether the last request named a lease."""
+    reader: tuple[str, str] | None = None
+    """The name and key of the lease that was named last."""
+    is_left: bool = False
+    """Whether the other side has ended the connection."""
     parser: h11.Connection = field(
         default_factory=lambda: h11.Connection(h11.SERVER, max_incomplete_event_size=HEADER_BYTES)
     )
@@ -164,8 +168,8 @@ class HttpServer:
         try:
             await self._acceptor.silence(wire, wire.handshake(REQUEST_SECONDS))
             await self._serve_all(connection)
-        except h11.ProtocolError:
-            pass  # the other side has ended in the middle of an answer
+        except (BrokenPipeError, ConnectionResetError, h11.ProtocolError):
+            connection.is_left = True  # also in the middle of an answer
         finally:
             self.connections.discard(connection)
             self._app.on_end(connection)
@@ -197,6 +201,7 @@ class HttpServer:
             data = await self._acceptor.silence(wire, wire.receive(_READ_BYTES, seconds))
         except TimeoutError:
             return False
+        connection.is_left = not data
         if data:
             parser.receive_data(data)
         return bool(data)

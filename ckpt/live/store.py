@@ -341,7 +341,7 @@ class LiveStore(ReadOnlyStore):
         return False
 
     def _lease_by_http(self, version: int | None) -> LeaseAnswer:
-        path = path_of(self._live.name, "leases")
+        path = path_of(self._live.name, "leases") + "?while=connected"
         answer = self._client(self._home).ask("POST", path, {"version": version})
         try:
             return lease_in(json_of(self._sound(answer, version), self.url), self.url)

@@ -10,6 +10,8 @@ Rules:
    its deadline in any case: a reader cannot hold a version for ever.
 3. A lease ends `lease_seconds` after its last renewal. If a lease ends without a release, or a
    deadline passes over it, the version is *overdue*: its readers may still have bytes in flight.
+   A lease that was taken for as long as its reader is connected ends `LOST_SECONDS` after the
+   reader's last connection, unless it is renewed: the reader was killed.
 4. A name ends when nobody owns it any more and `keep_seconds` are over: all its versions retire,
    with a deadline of one lease. A removal ends it with the deadline that the caller gives.
 5. The caller gives the time to each method, from a clock that does not go back.
@@ -22,6 +24,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from ckpt.live.protocol import LEASE_SECONDS, MOST_LEASES, FileAt, RefusedError, VersionInfo
+
+LOST_SECONDS = 2.0
+"""The time in which a reader whose connections have broken connects again."""
 
 
 class Phase(Enum):
@@ -39,6 +44,8 @@ class Lease:
     name: str
     version: int
     ends: float
+    is_bound: bool
+    """Whether it ends with the reader's connections."""
 
 
 @dataclass(slots=True)
@@ -197,7 +204,9 @@ class Table:
         visible = self._name(name).visible
         return (visible[-1] if visible else None), visible
 
-    def lease(self, name: str, version: int | None, key: str, now: float) -> VersionLease:
+    def lease(
+        self, name: str, version: int | None, key: str, now: float, is_bound: bool = False
+    ) -> VersionLease:
         """Takes a lease on a version, or on the newest one."""
         found = self._name(name)
         if version is None:
@@ -210,7 +219,7 @@ class Table:
             raise self._missing(found, name, version, one)
         if len(self.leases) >= MOST_LEASES:
             raise RefusedError("busy", f"{name} has {MOST_LEASES:,} leases, and no more")
-        self.leases[key] = Lease(name, version, now + self.lease_seconds)
+        self.leases[key] = Lease(name, version, now + self.lease_seconds, is_bound)
         one.leases.add(key)
         return VersionLease(version, self.lease_seconds, one.places)
 
@@ -227,6 +236,12 @@ class Table:
         lease = self.leases.get(key)
         if lease is not None and lease.name == name:
             self._end(key)
+
+    def lose(self, name: str, key: str, now: float) -> None:
+        """Takes notice that the reader with a lease has no connection any more (rule 3)."""
+        lease = self.leases.get(key)
+        if lease is not None and lease.name == name and lease.is_bound:
+            lease.ends = min(lease.ends, now + LOST_SECONDS)
 
     def retire(self, name: str, version: int, wait_seconds: float, now: float) -> None:
         """Gives no new leases on a version; existing ones may go on for `wait_seconds`."""

@@ -13,8 +13,8 @@ Rules:
 2. The reader proves its result, not its base: the bytes have the checksums of the version's table,
    or, where the area is no whole chunk, those that the server sends. With another base the result
    is wrong, and the reader reads the bytes as if there were no deltas.
-3. A delta is not trusted: a place outside its block, or a length that does not fit, raises
-   FormatError before anything outside the area is written.
+3. A delta is not trusted: a place outside its block, or a length that does not fit, is a
+   FormatError before anything outside the area is written. The bytes are then read.
 4. Numbers are laid out by bytes, all first bytes before all second bytes, and compressed together:
    most high bytes of distances and differences are zero.
 """
@@ -259,8 +259,8 @@ def apply_delta(
     """Brings ranges of one file from the version before to this one, in their targets.
 
     Returns the ranges that are to be read: those without deltas, and those whose bytes are not
-    right afterwards. None if the reader gives no delta, or one of more than `most_part` of the
-    bytes; nothing has changed then. Raises FormatError for an answer that is no delta.
+    right afterwards, all after an answer that is no delta. None if the reader gives no delta, or
+    one of more than `most_part` of the bytes; nothing has changed then.
     """
     found = [(one, _area_of(one)) for one in ranges]
     areas = [area for _, area in found if area is not None]
@@ -270,12 +270,15 @@ def apply_delta(
     data = asks(ranges[0].file, [area.as_json() for area in areas])
     if data is None or len(data) > most_part * sum(area.nbytes for area in areas):
         return None
-    delta = Delta(data, areas)
-    return [
-        one
-        for one, area in found
-        if area is None or not _is_brought(one, area, delta, targets[one.request.target])
-    ]
+    try:
+        delta = Delta(data, areas)
+        return [
+            one
+            for one, area in found
+            if area is None or not _is_brought(one, area, delta, targets[one.request.target])
+        ]
+    except FormatError:  # it was damaged on its way
+        return [*ranges]
 
 
 def _area_of(one: ByteRange) -> Area | None:

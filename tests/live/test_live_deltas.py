@@ -249,7 +249,9 @@ def test_a_version_of_which_all_has_changed_is_read_whole_after_one_small_delta(
     clusters(2).run(end, "rewritten")
 
 
-@pytest.mark.parametrize("had", [None, 1, 3])
+@pytest.mark.parametrize(
+    "had", [3, *(pytest.param(n, marks=pytest.mark.thorough) for n in (None, 1))]
+)
 def test_a_target_of_another_version_gets_what_it_lacks(
     clusters: Callable[[int], Any], url: str, sockets: dict[str, str], had: int | None
 ) -> None:
