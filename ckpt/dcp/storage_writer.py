@@ -55,7 +55,7 @@ from formats.native.manifest import Manifest, ShardFile, StoredTensor
 from formats.native.shard_writer import write_shard
 from formats.pickles.tree import KeyPath
 from sharding.layout import Box, Layout, Mesh, Shape, Shard
-from sharding.layout.placement import chunk
+from sharding.layout.box import chunk
 
 
 @dataclass(frozen=True, slots=True)

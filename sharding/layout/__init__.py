@@ -3,10 +3,10 @@
 from sharding.errors import HoleError
 from sharding.layout.box import Box, Piece, Shape, is_dense, row_major, span_boxes
 from sharding.layout.copies import Copy, copies_to
-from sharding.layout.layout import Layout
-from sharding.layout.mesh import Mesh
-from sharding.layout.placement import (
+from sharding.layout.layout import (
     FlatShard,
+    Layout,
+    Mesh,
     Only,
     Placement,
     Replicate,

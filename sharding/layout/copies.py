@@ -20,8 +20,7 @@ from math import prod
 
 from sharding.errors import ArgumentError, HoleError
 from sharding.layout.box import Box, Piece, Shape, span_boxes
-from sharding.layout.layout import Layout, holding
-from sharding.layout.placement import Replicate
+from sharding.layout.layout import Layout, Replicate, holding
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,7 @@ def local_array_of() -> Callable[[Layout, Sequence[int]], np.ndarray]:
 
 @pytest.fixture(scope="session")
 def storage_of() -> Callable[[Layout, Sequence[int]], Storage]:
-    """A coordinate's local storage by the rules of placement.py, cut with numpy."""
+    """A coordinate's local storage by the rules of layout.py, cut with numpy."""
     return _storage
 
 

@@ -1,4 +1,4 @@
-"""Every rank's pieces, and who holds a box, against the rules of placement.py cut with numpy."""
+"""Every rank's pieces, and who holds a box, against the rules of layout.py cut with numpy."""
 
 from __future__ import annotations
 
