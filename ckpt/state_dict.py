@@ -62,10 +62,11 @@ from formats.native.manifest import StoredTensor
 from sharding.agreement.channel import TIMEOUT_SECONDS
 from sharding.agreement.ranks import HASH_BITS, Ranks
 from sharding.describe.describing import TensorLike
+from sharding.describe.dtensor import dtensor_like
 from sharding.describe.members import LocalPart
 from sharding.errors import ArgumentError
 from sharding.kind import Kind
-from sharding.reshard.kinds import convert_kind, dtensor_like
+from sharding.reshard.kinds import convert_kind
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -142,7 +142,7 @@ def test_each_function_that_a_program_names_by_a_string_exists() -> None:
     assert missing == []
 
 
-def test_a_save_and_a_load_need_no_package_that_a_machine_with_a_gpu_may_lack() -> None:
+def test_a_save_and_a_load_need_no_package_that_a_machine_with_a_gpu_may_lack_nor_dtensor() -> None:
     program = """
 import sys
 for name in ("aiobotocore", "aiohttp", "boto3", "moto", "s3fs", "safetensors", "zstandard"):
@@ -153,5 +153,6 @@ with tempfile.TemporaryDirectory() as folder, ckpt.Checkpointer(folder, every_st
     run.save(1, {"model": model})
     run.wait_until_finished()
     assert run.restore({"model": torch.nn.Linear(2, 2)}) == 1
+assert "torch.distributed.tensor" not in sys.modules  # half a second of the first call
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=120)

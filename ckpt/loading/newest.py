@@ -27,7 +27,6 @@ from time import gmtime, strftime, strptime
 from typing import NamedTuple, TypeVar
 from warnings import warn
 
-from ckpt.checking.verify import verify as verify_all
 from ckpt.display import natural
 from ckpt.errors import FallbackWarning, NotACheckpointError, ReplacedError, Skipped
 from ckpt.opening.sources import (
@@ -276,6 +275,8 @@ def wrong_with(
     try:
         unless_replaced(lambda: _check_whole(url, options, beside))
         if verify:
+            from ckpt.checking.verify import verify as verify_all  # other loads spare it
+
             for problem in verify_all(url, storage_options=options).problems[:1]:
                 return Skipped(url, problem.kind, problem.message)
     except UnsupportedError:

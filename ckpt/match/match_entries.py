@@ -61,9 +61,8 @@ from ckpt.state.subclass_state import (
     put_together,
 )
 from formats.catalog import Key, TensorRecord, TensorRef, Tree, join
-from sharding.describe.dtensor import zeros_placed_like
+from sharding.describe.dtensor import dtensor_like, zeros_placed_like
 from sharding.describe.members import FlatSlice, LocalPart, NamedParameter
-from sharding.reshard.kinds import dtensor_like
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,6 +243,7 @@ class RunSaves:
             dtype=dtype,
         )
         self._saved = (step, tier)
+        waits = how.blocking or is_last
         try:
             self._handle = save_with(
                 self._place(),
@@ -250,7 +251,7 @@ class RunSaves:
                 lambda: options,
                 group=how.group,
                 progress=None,
-                blocking=False,
+                blocking=waits and not options.counts,  # only staged memory is counted
                 staging=how.staging,
                 when_busy="wait",
                 storage_options=how.storage_options if tier is None else None,
@@ -261,7 +262,9 @@ class RunSaves:
         except Exception as error:
             self._count_failure(error)
             return False
-        if how.blocking or is_last:
+        if self._handle is None:
+            self._tidy()
+        elif waits:
             failures = self._failures.count
             self.settle()
             return self._failures.count == failures
@@ -277,6 +280,10 @@ class RunSaves:
         except Exception as error:
             self._count_failure(error)
             return
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Begins the removal of steps that no rule keeps, after a save."""
         _, tier = self._saved
         keep, url, options = self._keep, self._ranks.url, self._arguments.storage_options
         if tier is not None:

@@ -215,6 +215,18 @@ def take_local(whole: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor(local, placed, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
+def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """Returns a DTensor with the placements of another."""
+    return tensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
 def check_gathers(device_mesh: DeviceMesh, *orders: Sequence[int]) -> None:
     """Raises ArgumentError if collectives over a mesh would mix different parts of a tensor.
 

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from sharding.agreement.ranks import Ranks
 from sharding.describe.describing import TensorLike, describe
+from sharding.describe.dtensor import dtensor_like
 from sharding.describe.local_state_dicts import Record, check_made_by, record_of_layouts
 from sharding.describe.members import FLAT_PARAMETERS, check_source
 from sharding.describe.wrappers import state_key
@@ -38,7 +39,7 @@ from sharding.errors import LocalShapeError, ShardingError
 from sharding.kind import Kind
 from sharding.layout import Layout, Replicate
 from sharding.policies import FullStateDictConfig, StateDictSettings, StateDictType
-from sharding.reshard.kinds import convert_kind, dtensor_like, group_of, group_over
+from sharding.reshard.kinds import convert_kind, group_of, group_over
 from sharding.reshard.redistribute import Move, redistribute
 from sharding.state_dict_settings import KIND_OF, is_local_forced
 

@@ -31,7 +31,7 @@ from torch.distributed.tensor import Shard as TorchShard
 
 from sharding.agreement.ranks import HASH_BITS, Ranks
 from sharding.describe.describing import TensorLike, describe
-from sharding.describe.dtensor import mesh_of
+from sharding.describe.dtensor import dtensor_like, mesh_of
 from sharding.describe.members import LocalPart
 from sharding.errors import ShardingError
 from sharding.group_references import release_with_groups
@@ -250,18 +250,6 @@ def _dtensor(layout: Layout, mesh: DeviceMesh, local: torch.Tensor) -> DTensor:
         run_check=False,
         shape=torch.Size(layout.shape),
         stride=row_major(layout.shape),
-    )
-
-
-def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """Returns a DTensor with the placements of another."""
-    return DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
     )
 
 

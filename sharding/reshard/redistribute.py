@@ -29,7 +29,6 @@ from torch.distributed import ProcessGroup
 
 from sharding.agreement.channel import MOST_SECONDS, waiting_seconds
 from sharding.agreement.ranks import Ranks, message_device
-from sharding.engine.transport import PendingWork
 from sharding.errors import ArgumentError, TransferError
 from sharding.layout import Layout
 from sharding.layout.box import Piece
@@ -379,6 +378,8 @@ def _exchange(group: ProcessGroup | None, messages: Sequence[dist.P2POp]) -> Non
 
     Raises TransferError if a message takes longer than ranks wait for one another.
     """
+    from sharding.engine.transport import PendingWork  # imports FSDP: half a second
+
     pending_work = PendingWork(dist.group.WORLD if group is None else group)
     message = messages[0]
     try:

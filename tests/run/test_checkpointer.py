@@ -219,6 +219,13 @@ def test_a_failure_is_raised_where_it_is_asked_for(tmp_path: Path) -> None:
         assert run.save(2, state_of(2))
 
 
+def test_a_run_that_waits_for_its_saves_makes_no_copy_of_the_state(tmp_path: Path) -> None:
+    run = ckpt.Checkpointer(tmp_path, every_steps=1, blocking=True)
+    with ckpt.events.recorded() as events, run:
+        assert train(run, state_of(0), range(1, 3)) == [1, 2]
+    assert not [event for event in events if event.stage == "copying the state"]
+
+
 def test_a_state_that_cannot_be_stored_is_raised_at_once(tmp_path: Path) -> None:
     with ckpt.Checkpointer(tmp_path, every_steps=1) as run:
         with pytest.raises(ckpt.StateError, match="lock"):
