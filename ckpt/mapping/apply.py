@@ -2,8 +2,9 @@
 
 Rules of names:
 
-1. A name belongs to the first rule that names it. Renames of plain names count last, the longest
-   one first, as in `ckpt.load(rename=)`.
+1. A name belongs to the first rule that names it, and beside which the checkpoint has a name that
+   the rule requires. Renames of plain names count last, the longest one first, as in
+   `ckpt.load(rename=)`.
 2. A rule that names nothing is an error unless it is optional, and so are two tensors with one new
    name, a missing member of a rule, and sizes that do not divide.
 3. A name without a rule stays, or is an error if the mapping is strict. Plain values are renamed,
@@ -22,11 +23,11 @@ Rules of the nest in which renamed leaves lie:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpt.mapping.members import Group, Indices, Member, Texts, member_of
-from ckpt.mapping.rules import Rule, TensorMapping
+from ckpt.mapping.rules import Rule, TensorMapping, name_with
 from ckpt.state.patterns import is_plain, matches, no_name, prefix_in, renamer
 from ckpt.state.saved import holds_tensor, leaves
 from formats.catalog import Catalog, Key, TensorRecord, TensorRef, Tree, join
@@ -134,12 +135,12 @@ class _Claims:
         for name, leaf in entries.items():
             for rule in ordered:
                 if rule.rearrange is None:
-                    if matches(rule.sources[0], name):
+                    if matches(rule.sources[0], name) and _is_met(rule, name, entries):
                         renames[name] = rule, _rename(rule, name)
                         break
                 elif isinstance(leaf, TensorRef):
                     member = member_of(rule, name)
-                    if member is not None:
+                    if member is not None and _is_met(rule, name, entries):
                         members[name] = rule, member
                         break
             else:
@@ -163,6 +164,15 @@ class _Claims:
         for rule in mapping.rules:
             if id(rule) not in used and not rule.optional and rule.sources != ("",):
                 raise ArgumentError(f"{rule.where}: {no_name(rule.sources[0], names)}")
+
+
+def _is_met(rule: Rule, name: str, entries: Container[str]) -> bool:
+    """Whether a name that a rule requires is there, with the texts of a name of its source."""
+    if not rule.requires:
+        return True
+    member = member_of(rule, name)
+    texts = member.texts if member is not None else ()
+    return any(name_with(required, texts, {}) in entries for required in rule.requires)
 
 
 def _is_prefix(rule: Rule) -> bool:

@@ -70,10 +70,19 @@ class Rule:
     """The ratio of the sizes along `*` of a list of names; empty if they are equal."""
     optional: bool = False
     """Whether the checkpoint may lack the rule's names."""
+    requires: tuple[str, ...] = ()
+    """Names of which the checkpoint has to have one, with the same texts; no condition if empty."""
     where: str = ""
     """The place of the rule for errors: the mapping and the number of the rule."""
 
     def __post_init__(self) -> None:
+        wild = _WILD.findall(self.sources[0])
+        odd = [name for name in self.requires if _WILD.findall(name) != wild or name_axes(name)]
+        if odd or (self.requires and (not wild or is_expression(self.sources[0]))):
+            raise ArgumentError(
+                f"{self.where}: `requires` is {', '.join(self.requires)}: it has no axes in braces"
+                f", and the same `*` and `?` as {self.sources[0]!r}, at least one"
+            )
         if self.rearrange is None:
             self._check_rename()
         else:
@@ -438,7 +447,7 @@ else:
     import tomli as tomllib
 
 _KEYS = ("about", "strict", "exclude", "tied", "parameters", "rule", "model_types")
-_RULE_KEYS = ("from", "to", "rearrange", "sizes", "parts", "optional")
+_RULE_KEYS = ("from", "to", "rearrange", "sizes", "parts", "optional", "requires")
 
 
 def read_mapping_file(path: str | os.PathLike[str]) -> TensorMapping:
@@ -490,6 +499,7 @@ def _rule(found: Mapping[str, object], where: str) -> Rule:
         {key: _size(size, f"{where}: sizes") for key, size in table.table("sizes").items()},
         tuple(_size(size, f"{where}: parts") for size in table.items("parts")),
         table.flag("optional"),
+        table.texts("requires"),
         where,
     )
 

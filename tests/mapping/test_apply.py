@@ -260,6 +260,41 @@ def test_an_error_shows_a_few_names_and_how_many_more_and_has_all_of_them() -> N
     assert pickle.loads(pickle.dumps(raised.value)).names == (*shapes,)
 
 
+def test_a_rule_holds_where_a_name_that_it_requires_is_there_in_both_directions() -> None:
+    mapping = parse_mapping(
+        """
+        [[rule]]
+        from = "h.*.norm"
+        to = "l.*.expert_norm"
+        requires = ["h.*.gate", "l.*.router"]
+        [[rule]]
+        from = "h.*.norm"
+        to = "l.*.norm"
+        [[rule]]
+        from = "h.*.gate"
+        to = "l.*.router"
+        [[rule]]
+        from = ["h.*.q", "h.*.k"]
+        to = "l.*.qk"
+        rearrange = "* -> *"
+        requires = "h.*.gate"
+        optional = true
+        """,
+        "two kinds of layers",
+    )
+    names = ("h.0.norm", "h.1.norm", "h.1.gate", "h.0.q", "h.0.k", "h.1.q", "h.1.k")
+    catalog, _ = catalog_of({name: numbered(2) for name in names})
+    there = map_catalog(Mapped.identity(catalog), mapping, {})
+    wanted = {"l.0.norm", "l.1.expert_norm", "l.1.router", "h.0.q", "h.0.k", "l.1.qk"}
+    assert set(there.catalog.tensors) == wanted
+    kept = replace(mapping, rules=mapping.rules[:3])
+    there = map_catalog(Mapped.identity(catalog), kept, {})
+    back = map_catalog(there, kept.inverse(), {})
+    assert set(back.catalog.tensors) == set(names)
+    assert back.origins["h.1.norm"] == ("h.1.norm",)
+    assert mapping.inverse().inverse().rules == mapping.rules
+
+
 def test_tensors_of_two_dtypes_do_not_become_one() -> None:
     catalog, _ = catalog_of({"a": numbered(4), "b": numbered(4)})
     other = catalog.tensors["b"]._replace(dtype=BY_NAME["F64"])
@@ -286,6 +321,8 @@ def test_an_inverse_adds_no_tied_names() -> None:
     [
         ("", "a mapping needs at least one [[rule]]"),
         ("rule = 3", "`rule` is 3; it is a list"),
+        ("[[rule]]\nfrom = 'a.*'\nto = 'b.*'\nrequires = 'c'", "the same `*` and `?` as 'a.*'"),
+        ("[[rule]]\nfrom = 'a'\nto = 'b'\nrequires = 'c'", "as 'a', at least one"),
         ("strict = 1\n[[rule]]\nfrom = 'a'\nto = 'b'", "`strict` is 1; it is true or false"),
         ("rules = []", "rules: unknown; the keys are about, strict"),
         ("[[rule]]\nfrom = 'a'", "rule 1: `to` is missing"),
