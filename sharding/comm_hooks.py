@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from sharding.errors import ArgumentError
-from sharding.group_references import dereference
+from sharding.torch_versions import dereference
 
 __all__ = [
     "DefaultState",

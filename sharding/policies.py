@@ -7,17 +7,23 @@ Rules:
 2. The values do not act. The runtime reads them when a module is wrapped or a state dict is made.
 3. A class is frozen if torch's is. Programs written for torch change fields of the other classes.
    These have slots: a misspelt field is an error, not a silent new attribute.
+4. Torch's own enums and configurations count as ours of the same name: users import them from
+   either package. State dicts are full by default.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum, auto
+from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from sharding.errors import ArgumentTypeError, MisuseError
+from sharding.kind import Kind
 
 __all__ = [
     "BackwardPrefetch",
@@ -242,3 +248,61 @@ class StateDictSettings:
     """The options for the model, of the subclass of that kind."""
     optim_state_dict_config: OptimStateDictConfig
     """The options for the optimizer, of the subclass of that kind."""
+
+
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+}
+KIND_OF = {
+    StateDictType.FULL_STATE_DICT: Kind.FULL,
+    StateDictType.SHARDED_STATE_DICT: Kind.SHARDED,
+    StateDictType.LOCAL_STATE_DICT: Kind.LOCAL,
+}
+EnumT = TypeVar("EnumT", bound=Enum)
+ConfigT = TypeVar("ConfigT", StateDictConfig, OptimStateDictConfig)
+
+
+def default_settings() -> StateDictSettings:
+    """Returns the settings for full state dicts, with the defaults of their configuration."""
+    return check_settings(StateDictType.FULL_STATE_DICT, None, None)
+
+
+def check_settings(kind: object, config: object, optim_config: object) -> StateDictSettings:
+    """Returns the settings. Raises RuntimeError if a configuration is of another kind.
+
+    >>> from torch.distributed import fsdp
+    >>> check_settings(
+    ...     fsdp.StateDictType.FULL_STATE_DICT, fsdp.FullStateDictConfig(rank0_only=True), None
+    ... ).state_dict_config
+    FullStateDictConfig(offload_to_cpu=False, rank0_only=True)
+    """
+    ours = member_of(StateDictType, kind)
+    model_type, optim_type = _CONFIGS[ours]
+    return StateDictSettings(
+        ours,
+        _take_over("state_dict_config", model_type, config),
+        _take_over("optim_state_dict_config", optim_type, optim_config),
+    )
+
+
+def member_of(kind: type[EnumT], given: object) -> EnumT:
+    """Returns a member of our enum, for itself or for torch's member of the same name."""
+    if isinstance(given, kind):
+        return given
+    if isinstance(given, Enum) and type(given).__name__ == kind.__name__:
+        return kind[given.name]
+    raise ArgumentTypeError(f"expected a {kind.__name__}, but got {given!r} of {type(given)}")
+
+
+def _take_over(what: str, wanted: type[ConfigT], given: object) -> ConfigT:
+    """Returns our configuration: the given one, torch's values in ours, or the default for None."""
+    if given is None:
+        return wanted()
+    if type(given) is wanted:
+        return given
+    if type(given).__name__ != wanted.__name__:
+        raise MisuseError(f"Expected {what} of type {wanted} but got {type(given)}")
+    names = [field.name for field in fields(wanted) if hasattr(given, field.name)]
+    return wanted(**{name: getattr(given, name) for name in names})

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sharding.errors import ArgumentError
-from sharding.group_references import dereference
+from sharding.torch_versions import dereference
 
 __all__ = ["ShardedGradScaler"]
 

@@ -410,7 +410,7 @@ def by_parameters(state: Mapping[object, object]) -> Mapping[object, object]:
         isinstance(entry, Mapping) and FLAT_PARAMETERS in entry for entry in metadata.values()
     ):
         return state
-    from sharding.describe.local_state_dicts import local_parts
+    from sharding.describe.own_members import local_parts
 
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     return local_parts(state, rank=rank)  # type: ignore[arg-type, return-value]

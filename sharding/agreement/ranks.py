@@ -418,7 +418,7 @@ def _make_channel(store: Store, rank: int, world_size: int, purpose: str) -> Cha
     """Returns this rank's end of the connections.
 
     The store object is not the group's own, which is freed when the group is destroyed
-    (`sharding.group_references`).
+    (`sharding.torch_versions`).
     """
     rendezvous = Rendezvous(store, purpose)
     return (

@@ -30,18 +30,22 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Protocol
+from contextvars import ContextVar
+from types import FrameType
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sharding.describe import dtensor, torch_fsdp
-from sharding.describe.members import FlatMember, LocalPart, PartsUnread, check_holds
+from sharding.describe.members import FlatMember, LocalPart, check_holds
 from sharding.describe.wrappers import CleanNames
 from sharding.errors import ShardingError
-from sharding.layout import Layout, Mesh
-from sharding.state_dict_settings import local_state_dicts
+from sharding.layout import Layout, Mesh, Replicate
 
 TensorLike = torch.Tensor | LocalPart
 """A tensor of a state: a plain one, a DTensor, torch's ShardedTensor, or a part."""
@@ -224,12 +228,24 @@ def _names_of(module: nn.Module, keys: Iterable[str], clean: CleanNames) -> dict
     return found
 
 
+_is_local: ContextVar[bool] = ContextVar("_is_local", default=False)
+
+
+def is_local_forced() -> bool:
+    """Whether state dicts have this rank's own tensors now, of whatever kind a user has set."""
+    return _is_local.get()
+
+
 @contextmanager
 def _local_state_dicts(module: nn.Module, has_torch_fsdp: bool) -> Iterator[None]:
     """Makes state dicts have this rank's tensors in the block, of whatever kind a user has set."""
     theirs = torch_fsdp.local_state_dicts(module) if has_torch_fsdp else nullcontext()
-    with local_state_dicts(), theirs:
-        yield
+    before = _is_local.set(True)
+    try:
+        with theirs:
+            yield
+    finally:
+        _is_local.reset(before)
 
 
 class _OwnMembers(Protocol):
@@ -256,3 +272,139 @@ def _own_members() -> _OwnMembers | None:
     from sharding.describe import own_members
 
     return own_members
+
+
+class PartsUnread:
+    """Makes reads of a module's divided parameters errors, while its state dict is made.
+
+    Shapes, dtypes and views may be taken: only an operation that needs values is an error.
+    """
+
+    def __init__(self, module: nn.Module, members: Iterable[FlatMember]) -> None:
+        self._module = module
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._is_flat = False
+        for member in members:
+            self._is_flat = True
+            placements = (p for part in member.slices for p in part.layout.placements)
+            if not all(isinstance(placement, Replicate) for placement in placements):
+                storage = member.parameter.untyped_storage()
+                self._storages[storage._cdata] = storage
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Reads in the block raise ShardingError."""
+        if not self._is_flat:
+            yield
+            return
+        with _Calls(self), _Operations(self):
+            yield
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has a part of a divided parameter, or none of its elements in memory."""
+        local = getattr(tensor, "_local_tensor", tensor)
+        if is_lazy(local):
+            return False
+        if type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or local.is_meta:
+            return False
+        if local.layout is not torch.strided:
+            return False
+        storage = local.untyped_storage()
+        return storage._cdata in self._storages or (local.numel() > 0 and storage.nbytes() == 0)
+
+    def check(self, args: Iterable[object]) -> None:
+        """Raises ShardingError if an argument of an operation that reads values is a part."""
+        for arg in args:
+            if isinstance(arg, torch.Tensor) and self.has(arg):
+                raise self.error(arg, f"{_caller()} reads it")
+            if isinstance(arg, list | tuple):
+                self.check(arg)
+
+    def error(self, tensor: torch.Tensor, reason: str) -> ShardingError:
+        """Returns the error for a tensor that shares the memory of a parameter of the module."""
+        return ShardingError(
+            f"{self._name(tensor)} is divided over the ranks, which do not gather it to save or "
+            f"load, and {reason}; keep the values that a hook or method of state dicts needs in a "
+            "buffer, or save model.state_dict() and load it by model.load_state_dict(), which "
+            "gather whole parameters for hooks"
+        )
+
+    def _name(self, tensor: torch.Tensor) -> str:
+        """Returns the name of the parameter whose memory a tensor shares; all that have no element.
+
+        Parts without elements begin at the same place, so a view of one may be of any of them.
+        """
+        shared = getattr(tensor, "_local_tensor", tensor)
+        storage, at = shared.untyped_storage()._cdata, shared.storage_offset()
+        clean = CleanNames(self._module)
+        found: list[str] = []
+        for path, part in self._module.named_modules():
+            for name, value in {**vars(part), **part._parameters}.items():
+                own = getattr(value, "_local_tensor", value)
+                if not isinstance(own, torch.Tensor) or own.layout is not torch.strided:
+                    continue
+                place = at - own.storage_offset()
+                is_inside = 0 <= place < own.numel() if shared.numel() else own.numel() == place
+                if own.untyped_storage()._cdata == storage and is_inside:
+                    found.append(clean.prefix(path) + name)
+        return " or ".join(found) or "a parameter"
+
+
+_HERE = f"{__name__.rpartition('.')[0]}."
+DIRECT_READS = (
+    "tolist",
+    "numpy",
+    "__array__",
+    "__dlpack__",
+    "__deepcopy__",
+    "__reduce_ex__",
+    "__repr__",
+)
+"""Methods of a tensor that read its memory without an operation, or hide where they read it."""
+
+
+class _Calls(TorchFunctionMode):
+    """Sees the calls of Python that read memory without an operation."""
+
+    def __init__(self, unread: PartsUnread) -> None:
+        super().__init__()
+        self._unread = unread
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in DIRECT_READS:
+            self._unread.check(args)
+        return func(*args, **(kwargs or {}))
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees all operations, also those inside torch's functions; those that make views read none."""
+
+    def __init__(self, unread: PartsUnread) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._unread = unread
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not func.is_view:
+            self._unread.check((*args, *kwargs.values()))
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:  # a view of elements that are not in memory
+            self._unread.check((*args, *kwargs.values()))
+            raise
+
+
+def _caller() -> str:
+    """Returns the function that called torch, with its place in its file."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if not name.startswith(_HERE) and name.partition(".")[0] != "torch":
+            code = frame.f_code
+            return f"{code.co_name} ({code.co_filename}:{frame.f_lineno})"
+        frame = frame.f_back
+    return "an operation"

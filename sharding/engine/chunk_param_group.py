@@ -30,9 +30,8 @@ from sharding.engine.parameter import (
 from sharding.engine.reduction import AllGather
 from sharding.engine.transport import PendingAllGather
 from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError, format_names
-from sharding.group_references import release_with_groups
 from sharding.policies import MixedPrecisionPolicy
-from sharding.torch_versions import side_by_side
+from sharding.torch_versions import release_with_groups, side_by_side
 
 ALIGN_BYTES = 64
 

@@ -53,8 +53,8 @@ import torch.distributed.fsdp
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from sharding.errors import ArgumentError, TransferError
-from sharding.group_references import GroupReference, dereference
 from sharding.layout import Mesh
+from sharding.torch_versions import GroupReference, dereference
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

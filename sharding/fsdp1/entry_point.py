@@ -59,10 +59,14 @@ from sharding.fsdp1.materialize import (
     warn_of_host_memory,
 )
 from sharding.fsdp1.wrap_plan import auto_wrap, plan_wraps
-from sharding.group_references import release_with_groups
-from sharding.policies import BackwardPrefetch, MixedPrecision, ShardingStrategy, StateDictSettings
-from sharding.state_dict_settings import default_settings
-from sharding.torch_versions import root_mesh
+from sharding.policies import (
+    BackwardPrefetch,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictSettings,
+    default_settings,
+)
+from sharding.torch_versions import release_with_groups, root_mesh
 
 ENTRY_POINT = "_sharding_entry_point"
 """The attribute of a module that is its entry point."""

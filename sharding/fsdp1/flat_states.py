@@ -41,20 +41,18 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from sharding.agreement.ranks import Ranks
 from sharding.describe.describing import describe
 from sharding.describe.dtensor import is_sharded, take_local
-from sharding.describe.local_state_dicts import OwnKeys
 from sharding.describe.members import check_source
-from sharding.describe.own_members import slices_of
+from sharding.describe.own_members import OwnKeys, slices_of
 from sharding.describe.wrappers import state_key
 from sharding.engine.flat_param_group import FlatParamGroup
 from sharding.engine.parameter import Parameter, as_dtensor, local_of, shard_in_front
 from sharding.errors import ShardingError
-from sharding.group_references import release_with_groups
 from sharding.layout import FlatShard, Layout, Mesh, Placement, row_major
 from sharding.layout import Replicate as Everywhere
 from sharding.layout import Shard as Rows
 from sharding.reshard.kinds import group_of, group_over, mesh_over
 from sharding.reshard.redistribute import Move, redistribute
-from sharding.torch_versions import root_mesh, side_by_side
+from sharding.torch_versions import release_with_groups, root_mesh, side_by_side
 
 LOADING = "loading a sharded state dict"
 _grids: WeakKeyDictionary[ProcessGroup, WeakKeyDictionary[ProcessGroup, DeviceMesh]] = (

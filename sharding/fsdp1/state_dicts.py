@@ -7,7 +7,7 @@
 Rules:
 
 1. All ranks make and load a full or a sharded state dict together. A local one shares memory and
-   does not communicate; its metadata describes it (`sharding.describe.local_state_dicts`).
+   does not communicate; its metadata describes it (`sharding.describe.own_members`).
 2. A full state dict is made unit by unit, each tensor in new memory. Ranks that get no tensors of
    it drop each unit before the next is gathered.
 3. A sharded state dict is made and loaded without an all-gather (`sharding.fsdp1.flat_states`).
@@ -32,8 +32,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from sharding.describe.local_state_dicts import OwnKeys, check_loadable, record_of
+from sharding.describe.describing import is_local_forced
 from sharding.describe.members import FLAT_PARAMETERS
+from sharding.describe.own_members import OwnKeys, check_loadable, record_of
 from sharding.describe.wrappers import key_prefix, state_key
 from sharding.engine.flat_param_group import FlatParamGroup, flat_param_groups
 from sharding.engine.parameter import local_of
@@ -48,9 +49,10 @@ from sharding.policies import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
+    check_settings,
+    default_settings,
 )
 from sharding.reshard.dtensor_state_dicts import choose, chosen_for
-from sharding.state_dict_settings import check_settings, default_settings, in_force
 
 
 def set_state_dict_type(
@@ -150,7 +152,9 @@ class _Hooks:
 
     @property
     def _settings(self) -> StateDictSettings:
-        return in_force(self._entry_point.state_dict_settings)
+        if is_local_forced():
+            return check_settings(StateDictType.LOCAL_STATE_DICT, None, None)
+        return self._entry_point.state_dict_settings
 
     @property
     def _kind(self) -> StateDictType:

@@ -30,8 +30,13 @@ from sharding.fsdp1.optim_loading import state_to_load
 from sharding.fsdp1.optim_state_dicts import OptimRequest, optim_state_of
 from sharding.fsdp1.state_dicts import get_state_dict_type, state_dict_type
 from sharding.kind import Kind
-from sharding.policies import FullOptimStateDictConfig, OptimStateKeyType, StateDictSettings
-from sharding.state_dict_settings import KIND_OF, member_of
+from sharding.policies import (
+    KIND_OF,
+    FullOptimStateDictConfig,
+    OptimStateKeyType,
+    StateDictSettings,
+    member_of,
+)
 
 
 class OptimStateDicts:

@@ -30,18 +30,17 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from sharding.agreement.ranks import Ranks
-from sharding.describe.describing import TensorLike, describe
+from sharding.describe.describing import TensorLike, describe, is_local_forced
 from sharding.describe.dtensor import dtensor_like
-from sharding.describe.local_state_dicts import Record, check_made_by, record_of_layouts
 from sharding.describe.members import FLAT_PARAMETERS, check_source
+from sharding.describe.own_members import Record, check_made_by, record_of_layouts
 from sharding.describe.wrappers import state_key
 from sharding.errors import LocalShapeError, ShardingError
 from sharding.kind import Kind
 from sharding.layout import Layout, Replicate
-from sharding.policies import FullStateDictConfig, StateDictSettings, StateDictType
+from sharding.policies import KIND_OF, FullStateDictConfig, StateDictSettings, StateDictType
 from sharding.reshard.kinds import convert_kind, group_of, group_over
 from sharding.reshard.redistribute import Move, redistribute
-from sharding.state_dict_settings import KIND_OF, is_local_forced
 
 _chosen: WeakKeyDictionary[nn.Module, StateDictSettings] = WeakKeyDictionary()
 _hooked: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()

@@ -34,12 +34,11 @@ from sharding.describe.describing import TensorLike, describe
 from sharding.describe.dtensor import dtensor_like, mesh_of
 from sharding.describe.members import LocalPart
 from sharding.errors import ShardingError
-from sharding.group_references import release_with_groups
 from sharding.kind import Kind
 from sharding.layout import FlatShard, Layout, Mesh, Placement, Replicate, Shard, row_major
 from sharding.layout.copies import exchange
 from sharding.reshard.redistribute import BUDGET_BYTES, Move, redistribute
-from sharding.torch_versions import root_mesh
+from sharding.torch_versions import release_with_groups, root_mesh
 
 _meshes: WeakKeyDictionary[ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 

@@ -20,7 +20,7 @@ from sharding import (
     StateDictType,
     fully_shard,
 )
-from sharding.describe.local_state_dicts import local_parts
+from sharding.describe.own_members import local_parts
 from tests.conftest import RankFailed
 from tests.sharding.replica import Block
 

@@ -26,8 +26,8 @@ from sharding import (
     ShardingStrategy,
     StateDictType,
 )
-from sharding.describe.local_state_dicts import FLAT_PARAMETERS, local_parts
 from sharding.describe.members import LocalPart
+from sharding.describe.own_members import FLAT_PARAMETERS, local_parts
 from sharding.engine.parameter import UnshardedBuffer
 from sharding.errors import CkptError
 from sharding.wrap import ModuleWrapPolicy
