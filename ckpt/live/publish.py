@@ -30,6 +30,7 @@ from ckpt.opening.in_flight import SaveQueue, mark_errors_seen
 from ckpt.saving.agreement import (
     SaveAttempt,
     SaveOptions,
+    StoredDtypes,
     agree_on_attempt,
     manifest_of,
     pack_summary,
@@ -61,6 +62,7 @@ def publish(
     group: Group = None,
     address: str | None = None,
     lease_seconds: float = LEASE_SECONDS,
+    dtype: StoredDtypes = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> LiveState:
     """Returns, on every rank, once the first version of `state` can be read at the result's `url`.
@@ -76,6 +78,8 @@ def publish(
             the host, or one of its addresses. Ranks on several hosts need it.
         lease_seconds: a reader that says nothing for so long loses its version. An update waits
             for readers at most so long.
+        dtype: as for `ckpt.save`: the dtype of the versions, best that of the readers, which then
+            get the differences between versions. The casts take memory during the copy.
         timeout: the most seconds that a rank waits for another.
 
     Raises:
@@ -111,7 +115,7 @@ def publish(
     with ranks.call("ckpt.publish"):
         ranks.run_on_all("checking arguments", check)
         hosts = serve(ranks, Listening(name, address, lease_seconds))
-    live = LiveState(hosts, state, group, lease_seconds, timeout)
+    live = LiveState(hosts, state, group, lease_seconds, timeout, dtype)
     try:
         live.update().wait()
     except BaseException:
@@ -137,7 +141,13 @@ class LiveState(Uncopied):
     """A published state. Use it in a `with` statement, or close it; all ranks call all methods."""
 
     def __init__(
-        self, hosts: Hosts, state: object, group: Group, lease_seconds: float, timeout: float
+        self,
+        hosts: Hosts,
+        state: object,
+        group: Group,
+        lease_seconds: float,
+        timeout: float,
+        dtype: StoredDtypes = None,
     ) -> None:
         """`ckpt.publish` makes live states."""
         self.hosts = hosts
@@ -145,7 +155,7 @@ class LiveState(Uncopied):
         """The newest version that this rank has seen complete; 0 before the first."""
         self.replicas: int | None = None
         """The hosts beside its own that keep each file; with None only the home commits."""
-        self._state, self._group = state, group
+        self._state, self._group, self._dtype = state, group, dtype
         self._lease_seconds, self._timeout = lease_seconds, timeout
         self._slots = (_Slot(), _Slot())
         """Equal versions on all ranks."""
@@ -219,7 +229,9 @@ class LiveState(Uncopied):
                     self._check(version)
                     check_free(self._queue, "wait", stack, ranks.is_single_process)
 
-                options = SaveOptions(overwrite=False, compress=False, metadata=dict(metadata))
+                options = SaveOptions(
+                    overwrite=False, compress=False, metadata=dict(metadata), dtype=self._dtype
+                )
                 arguments = {"version": version}
                 attempt, leaves = agree_on_attempt(ranks, state, options, check, arguments, choice)
                 number, slot = self._chosen(ranks, attempt.note)

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 from warnings import warn
 
+import torch
 from torch import nn
 from xxhash import xxh3_64_intdigest
 
@@ -41,7 +42,7 @@ from ckpt.plan.load_plan import (
     plan_load,
 )
 from ckpt.plan.read_plan import BoxCopies, Limits, byte_ranges_of, requests_for
-from ckpt.state.memory import memory_of
+from ckpt.state.memory import memory_of, torch_dtype
 from ckpt.state.saved import Saved
 from ckpt.stores.addresses import parse
 from ckpt.stores.store import Options, Store, is_live, is_newest
@@ -315,18 +316,25 @@ def _has_base(source: Source, found: Match, rank: int, options: LoadOptions) -> 
     store = source.store
     if options.unchanged == "read" or not is_far_live(store):
         return False
-    direct = [(item, found.targets[item.target].local) for item in found.items if item.is_direct]
-    likely = [(item, local) for item, local in direct if local.numel() >= PROBE_ELEMENTS]
+    records = source.catalog.tensors
+    pairs = [(item, found.targets[item.target].local) for item in found.items]
+    likely = [
+        (item, local)
+        for item, local in pairs
+        if local.numel() >= PROBE_ELEMENTS
+        and local.dtype == torch_dtype(records[item.source].dtype.torch_name)
+    ]
     if not likely:
         return False
     item, local = min(likely, key=lambda one: (one[1].ndim < 2, one[1].numel()))
-    requests = requests_for(source.catalog.tensors[item.source], item.layout.pieces(rank))
+    requests = requests_for(records[item.source], item.layout.pieces(rank))
     from ckpt.transfer.live_deltas import apply_delta  # zstandard is for those who need it
 
     limits = Limits(PROBE_BYTES, PROBE_BYTES, PROBE_BYTES)
     ranges = byte_ranges_of(requests, verify=True, limits=limits)
     largest = [max(ranges, key=lambda one: one.wanted_bytes)]
-    return apply_delta(store, largest, [memory_of(local.clone())], PAYS) == []
+    copy = torch.empty(local.shape, dtype=local.dtype).copy_(local)
+    return apply_delta(store, largest, [memory_of(copy)], PAYS) == []
 
 
 def is_far_live(store: Store) -> bool:

@@ -338,7 +338,7 @@ class _Run:
         store = matched.source.store
         policy = ReadPolicy.within(self._stage_bytes, store, ranks.world_size)
         unchanged = Unchanged.of(options.unchanged, is_far_live(store))
-        if matched.has_base and not any(read.stage for read in plans.tensors.reads):
+        if matched.has_base:
             unchanged = Unchanged.DELTA
             scratch = min(policy.limits.scratch_bytes, REMOTE_READ_BYTES)
             policy = replace(policy, limits=replace(policy.limits, scratch_bytes=scratch))

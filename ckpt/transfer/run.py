@@ -123,29 +123,35 @@ class LoadRun:
             run_twice(lambda: self._read_all(plan, source, stage_bytes), source.sums)
 
     def _read_all(self, plan: LoadPlan, source: FileSource, stage_bytes: int) -> None:
-        ranges = source.range_reader()
+        ranges = fresh = source.range_reader()
+        if source.policy.unchanged is not Unchanged.READ:
+            fresh = source.range_reader(Unchanged.READ)  # for stages without a version's bytes
         memory = [memoryview(b"")] * len(self.targets)
         for batch in _batches(plan.reads, stage_bytes):
             requests: list[ReadRequest] = []
+            for_stages: list[ReadRequest] = requests if fresh is ranges else []
             staged: list[tuple[TensorRead, Stage, torch.Tensor]] = []
             for read in batch:
                 name, target, some, stage = read
                 self.touched[name] = None
+                local, has_base = self.targets[target].local, True
                 if stage is None:
-                    memory[target] = memory_of(self.targets[target].local)
+                    memory[target] = memory_of(local)
                 else:
                     dtype = torch_dtype(stage.dtype.torch_name)
                     into = torch.empty(stage.shape, dtype=dtype, device="cpu")
                     memory[target] = memory_of(into)
                     staged.append((read, stage, into))
-                requests += some
+                    has_base = source.policy.unchanged is Unchanged.DELTA and dtype == local.dtype
+                    if has_base:
+                        into.copy_(_rows(local, stage, into))
+                (requests if has_base else for_stages).extend(some)
             ranges.run(requests, memory, source.progress)
+            if fresh is not ranges:
+                fresh.run(for_stages, memory, source.progress)
             for read, stage, into in staged:
                 memory[read.target] = memoryview(b"")
-                local = self.targets[read.target].local
-                if into.shape != local.shape:
-                    local = local[stage.lo : stage.lo + len(into)]
-                self._cast(read.name, into, local)
+                self._cast(read.name, into, _rows(self.targets[read.target].local, stage, into))
         ranges.finish(source.progress)
 
     def exchange(self, plan: LoadPlan, source: FileSource, budget: int) -> None:
@@ -271,6 +277,11 @@ class FileSource:
         """
         unchanged = self.policy.unchanged if unchanged is None else unchanged
         return RangeReader(self.reader, self.sums, replace(self.policy, unchanged=unchanged))
+
+
+def _rows(local: torch.Tensor, stage: Stage, into: torch.Tensor) -> torch.Tensor:
+    """Returns the part of a target that a stage's memory is for."""
+    return local if into.shape == local.shape else local[stage.lo : stage.lo + len(into)]
 
 
 def _batches(reads: Sequence[TensorRead], stage_bytes: int) -> Iterator[Sequence[TensorRead]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from math import prod
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -179,6 +180,17 @@ def load(url: str, runtime: str, dim: int | None, version: int, had: int | None)
     state = spread(
         {k: torch.zeros_like(v) for k, v in whole(0).items()} if had is None else whole(had), dim
     )
+    with counted() as came:
+        ckpt.load(url, state)
+    expected = spread(whole(version), dim)
+    for name, tensor in expected.items():
+        assert torch.equal(state[name].to_local(), tensor.to_local()), name
+    return sum(came) / sum(tensor.to_local().nbytes for tensor in expected.values())
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Yields the list of the bytes of files and deltas that come in this process."""
     came: list[int] = []
     fetch, delta = LiveStore._fetch, LiveStore.delta
 
@@ -192,11 +204,7 @@ def load(url: str, runtime: str, dim: int | None, version: int, had: int | None)
         return data
 
     with patch.object(LiveStore, "_fetch", fetched), patch.object(LiveStore, "delta", differed):
-        ckpt.load(url, state)
-    expected = spread(whole(version), dim)
-    for name, tensor in expected.items():
-        assert torch.equal(state[name].to_local(), tensor.to_local()), name
-    return sum(came) / sum(tensor.to_local().nbytes for tensor in expected.values())
+        yield came
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +231,92 @@ def test_every_layout_gets_the_differences_alone(
 ) -> None:
     parts = clusters(3).run(load, url, sockets["elsewhere"], dim, 1, 0)
     assert max(parts) < 1 / 25  # a hundredth has changed, and the tensors are small
+
+
+@pytest.fixture
+def elsewhere(sockets: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes this process a reader on another host."""
+    monkeypatch.setenv(RUNTIME, sockets["elsewhere"])
+
+
+def test_targets_that_no_file_can_be_read_into_get_the_differences_too(
+    url: str, elsewhere: None
+) -> None:
+    """As on a GPU: their bytes are copied, brought to the new version, and copied back."""
+    before, after = whole(0), whole(1)
+    state = {
+        name: tensor.t().contiguous().t() if tensor.ndim == 2 else tensor
+        for name, tensor in before.items()
+    }
+    with counted() as came:
+        ckpt.load(url, state)
+    assert all(torch.equal(state[name], tensor) for name, tensor in after.items())
+    assert not state["matrix"].is_contiguous()
+    assert sum(came) < sum(tensor.nbytes for tensor in after.values()) / 25
+
+
+def test_one_tensor_of_another_dtype_is_read_whole_beside_the_differences_of_the_others(
+    url: str, elsewhere: None
+) -> None:
+    before, after = whole(0), whole(1)
+    state = {**before, "bias": before["bias"].double()}
+    with counted() as came:
+        ckpt.load(url, state, dtype="target")
+    assert all(torch.equal(state[name].to(one.dtype), one) for name, one in after.items())
+    assert sum(came) < sum(tensor.nbytes for tensor in after.values()) / 25
+
+
+MAPPING = """
+[[rule]]
+from = ["matrix", "matrix2"]
+to = "fused"
+rearrange = "* ... -> * ..."
+
+[[rule]]
+from = "cube"
+to = "turned"
+rearrange = "a b c -> c b a"
+"""
+
+
+def test_other_names_and_fused_tensors_get_the_differences(
+    sockets: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Published in the readers' dtype, which the trainer's state does not have."""
+    (tmp_path / "mapping.toml").write_text(MAPPING)
+
+    def trained(version: int) -> dict[str, torch.Tensor]:
+        found = whole(version)
+        return {
+            "matrix": found["matrix"].float(),
+            "matrix2": found["moments"],
+            "cube": found["cube"],
+            "bias": found["bias"],
+        }
+
+    def engine(version: int) -> dict[str, torch.Tensor]:
+        found = {name: tensor.bfloat16() for name, tensor in trained(version).items()}
+        fused = torch.cat([found["matrix"], found["matrix2"]])
+        return {
+            "fused": fused,
+            "turned": found["cube"].permute(2, 1, 0).contiguous(),
+            "b": found["bias"],
+        }
+
+    monkeypatch.setenv(RUNTIME, sockets["here"])
+    state = trained(0)
+    with ckpt.publish(state, "mapped", dtype=torch.bfloat16) as live:
+        for name, tensor in trained(1).items():
+            state[name].copy_(tensor)
+        live.update().wait(SECONDS)
+        monkeypatch.setenv(RUNTIME, sockets["elsewhere"])
+        target, after = engine(0), engine(1)
+        with counted() as came:
+            ckpt.load(
+                live.url, target, mapping=str(tmp_path / "mapping.toml"), rename={"bias": "b"}
+            )
+    assert all(torch.equal(target[name], tensor) for name, tensor in after.items())
+    assert sum(came) < sum(tensor.nbytes for tensor in after.values()) / 25
 
 
 def rewrite(name: str) -> None:
