@@ -34,8 +34,7 @@ from tools.options import (
     mapping,
     mappings_of,
 )
-from tools.progress import progress, tensor_bytes
-from tools.text import columns, json_text, place, size_of, tell
+from tools.text import columns, json_text, place, progress, size_of, tell, tensor_bytes
 
 if TYPE_CHECKING:
     from ckpt.converting.convert import ConversionPlan, ConvertReport
@@ -188,10 +187,10 @@ def run(options: Options) -> int:
     from ckpt.converting.convert import convert
 
     began = time.monotonic()
-    told = mapping(options.storage_options)
+    storage = mapping(options.storage_options)
     with (
         ranks_of_torchrun() as (group, is_first),
-        progress("convert", lambda: tensor_bytes(options.src, told), options.quiet) as advance,
+        progress("convert", lambda: tensor_bytes(options.src, storage), options.quiet) as advance,
     ):
         report = convert(
             options.src,
@@ -218,7 +217,7 @@ def run(options: Options) -> int:
             verify=options.verify,
             group=group,
             progress=advance if is_first else None,
-            storage_options=told,
+            storage_options=storage,
             dst_storage_options=mapping(options.dst_storage_options),
         )
     seconds = time.monotonic() - began
@@ -430,10 +429,10 @@ _OF_A_RANK = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORL
 def _is_inherited() -> bool:
     """Whether the variables of torchrun are those of the parent; False where it cannot be read."""
     try:
-        told = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+        environ = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
-    return all(os.fsencode(f"{name}={os.environ.get(name, '')}") in told for name in _OF_A_RANK)
+    return all(os.fsencode(f"{name}={os.environ.get(name, '')}") in environ for name in _OF_A_RANK)
 
 
 @contextmanager

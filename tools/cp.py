@@ -15,8 +15,7 @@ from tools.options import (
     add_storage_options_of,
     mapping,
 )
-from tools.progress import progress
-from tools.text import colour, json_text, place
+from tools.text import colour, json_text, place, progress
 
 HELP = Help(
     summary="copy a run or a checkpoint to another disk or bucket, and check the copy",

@@ -25,8 +25,7 @@ from tools.options import (
     mapping,
     mappings_of,
 )
-from tools.progress import progress, tensor_bytes
-from tools.text import colour, columns, json_text, place, shorten
+from tools.text import colour, columns, json_text, place, progress, shorten, tensor_bytes
 
 if TYPE_CHECKING:
     from ckpt.checking.diff import (
@@ -118,12 +117,12 @@ def run(options: Options) -> int:
     """Prints the differences; DIFFERENT where there is one."""
     from ckpt.checking.diff import diff
 
-    told = mapping(options.storage_options)
+    storage = mapping(options.storage_options)
     if options.html is not None:
         from tools.page import check_may_write
 
         check_may_write(options.html)
-    with progress("diff", lambda: tensor_bytes(options.a, told), options.quiet) as advance:
+    with progress("diff", lambda: tensor_bytes(options.a, storage), options.quiet) as advance:
         found = diff(
             options.a,
             options.b,
@@ -140,11 +139,11 @@ def run(options: Options) -> int:
             dtype=not options.ignore_dtype,
             read_all=options.read_all,
             progress=advance,
-            storage_options=told,
+            storage_options=storage,
             b_storage_options=mapping(options.b_storage_options),
         )
     if options.html is not None:
-        _write_page(options.html, options.a, told, found)
+        _write_page(options.html, options.a, storage, found)
     if options.as_json:
         described = {**asdict(found), "equal": found.equal}
         if not options.verbose:
@@ -156,14 +155,16 @@ def run(options: Options) -> int:
     return ExitCode.FINE if found.equal else ExitCode.DIFFERENT
 
 
-def _write_page(path: str, url: str, told: Mapping[str, object] | None, found: Comparison) -> None:
+def _write_page(
+    path: str, url: str, storage: Mapping[str, object] | None, found: Comparison
+) -> None:
     from ckpt.checking.diff import size_order
     from ckpt.checking.report import file_problems
     from ckpt.opening.sources import open_source
     from tools.page import chain_of, describe, describe_differences, name_of, write_page
 
-    with open_source(url, told) as source:
-        chain = chain_of(source.url, source.catalog, told)
+    with open_source(url, storage) as source:
+        chain = chain_of(source.url, source.catalog, storage)
         wrong = file_problems(source.store.sizes(), source.catalog)
         data = describe(source.url, source.catalog, chain, wrong=wrong)
     ordered = replace(found, tensors=tuple(sorted(found.tensors, key=size_order)))

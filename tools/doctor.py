@@ -13,7 +13,7 @@ from tools.options import Option, add_storage_options, mapping
 from tools.text import columns, json_text
 
 if TYPE_CHECKING:
-    from ckpt.checking.examination import Examination
+    from ckpt.checking.report import Examination
 
 HELP = Help(
     summary="try what a disk or object store can do, and tell what ckpt may promise there",

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from ckpt.display import printable
 from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import Option, add_name_patterns, add_storage_options, mapping
-from tools.progress import progress, tensor_bytes
-from tools.text import json_text, place
+from tools.text import json_text, place, progress, tensor_bytes
 
 HELP = Help(
     summary="print a digest of the weights that no format or number of ranks changes",

@@ -45,8 +45,7 @@ from tools import (
 from tools import id as identity
 from tools.exit_codes import ExitCode, Help, code_of, epilog
 from tools.options import with_options
-from tools.progress import note_of_a_wait
-from tools.text import tell
+from tools.text import note_of_a_wait, tell
 
 OptionsT = TypeVar("OptionsT")
 

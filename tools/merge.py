@@ -22,7 +22,7 @@ from tools.options import (
     add_storage_options_of,
     mapping,
 )
-from tools.progress import progress, tensor_bytes
+from tools.text import progress, tensor_bytes
 
 if TYPE_CHECKING:
     from ckpt.mapping.changes import Part

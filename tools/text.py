@@ -1,6 +1,7 @@
 """Text of the commands: tables, JSON, sizes, ages and policies, printed and parsed.
 
-`ckpt.display` has names and sizes.
+`ckpt.display` has names and sizes. Long work shows a progress bar on a terminal, or a note that a
+command waits, and nothing in a pipe.
 """
 
 from __future__ import annotations
@@ -12,15 +13,21 @@ import re
 import sys
 import time
 from argparse import ArgumentTypeError
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from threading import Lock, Timer
 from typing import Literal
 
 from ckpt.display import count, printable, size
+from ckpt.errors import CkptError
 from ckpt.run.policy import UNITS, Keep, parse_keep, parse_time
+from formats.catalog import Catalog
+from formats.errors import FormatError
 from formats.limits import parse_size
 from sharding.errors import without_secrets
 
+Url = str | os.PathLike[str]
+Options = Mapping[str, object] | None
 MAX_SHOWN = 200
 """The most characters of a value that are shown."""
 
@@ -154,11 +161,11 @@ def duration(text: str) -> float:
         raise ArgumentTypeError(str(error)) from error
 
 
-def versions_kept(url: str, told: Mapping[str, object] | None) -> str:
+def versions_kept(url: str, options: Options) -> str:
     """Returns a line on the old versions that a bucket keeps of a folder; empty without any."""
     from ckpt.removing.gc import old_versions
 
-    number, nbytes = old_versions(url, told)
+    number, nbytes = old_versions(url, options)
     if not number:
         return ""
     return (
@@ -185,3 +192,84 @@ def keep_of(text: str) -> Keep:
         return parse_keep(text)
     except ValueError as error:
         raise ArgumentTypeError(str(error)) from error
+
+
+Progress = Callable[[int], None]
+"""A function that is called with numbers of bytes as they are done, from any thread."""
+NOTE_SECONDS = 3.0
+"""A command without a bar says after so long that it waits."""
+_note: Timer | None = None
+
+
+@contextmanager
+def progress(
+    label: str, total: Callable[[], int | None], quiet: bool = False
+) -> Iterator[Progress | None]:
+    """Yields the function for long work: a bar's if stderr is a terminal, else or if quiet None.
+
+    `total` returns the bytes of all work, or None; it is called only for a bar.
+    """
+    if quiet or sys.stderr is None or not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    lock, nbytes_of_all = Lock(), total()
+    has_answered()
+    options = {"unit": "B", "unit_scale": True, "leave": False, "file": sys.stderr}
+    with tqdm(desc=label, total=nbytes_of_all, **options) as bar:
+
+        def advance(nbytes: int) -> None:
+            with lock:
+                bar.update(nbytes)
+
+        yield advance
+
+
+@contextmanager
+def note_of_a_wait(arguments: Iterable[object]) -> Iterator[None]:
+    """Says once that a command waits, if stderr is a terminal and an argument is a server's URL.
+
+    The block waits for `NOTE_SECONDS` before that, and `has_answered` prevents the note.
+    """
+    global _note
+    several = (each if isinstance(each, list) else [each] for each in arguments)
+    urls = (text for each in several for text in each if isinstance(text, str) and "://" in text)
+    url = next((url for url in urls if not url.startswith("file://")), None)
+    if url is not None and sys.stderr is not None and sys.stderr.isatty():
+        _note = Timer(NOTE_SECONDS, tell, [f"ckpt: waiting for {place(url)}; Ctrl-C ends this"])
+        _note.daemon = True
+        _note.start()
+    try:
+        yield
+    finally:
+        has_answered()
+
+
+def has_answered() -> None:
+    """Prevents the note of a wait."""
+    if _note is not None:
+        _note.cancel()
+
+
+def file_bytes(url: Url, options: Options = None) -> int | None:
+    """Returns the size of a checkpoint's files; None if it cannot be read, an error for the caller.
+
+    `options` are the driver's.
+    """
+    return _measure(url, options, lambda catalog: sum(file.size for file in catalog.files))
+
+
+def tensor_bytes(url: Url, options: Options = None) -> int | None:
+    """Returns the size of a checkpoint's tensors; None if it cannot be read."""
+    return _measure(url, options, lambda catalog: catalog.nbytes)
+
+
+def _measure(url: Url, options: Options, measure: Callable[[Catalog], int]) -> int | None:
+    from ckpt.opening.sources import open_source
+
+    try:
+        with open_source(url, options) as source:
+            return measure(source.catalog)
+    except (CkptError, FormatError, OSError):
+        return None

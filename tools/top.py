@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 from ckpt.display import count, printable, size
 from tools.exit_codes import ExitCode, Help
 from tools.options import Option, add_storage_options, mapping
-from tools.progress import has_answered
-from tools.text import age, columns, duration, json_text, place
+from tools.text import age, columns, duration, has_answered, json_text, place
 
 if TYPE_CHECKING:
     from ckpt.loading.newest import Committed

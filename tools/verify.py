@@ -11,8 +11,7 @@ from ckpt.display import count, printable, size
 from ckpt.errors import CkptError, NotACheckpointError
 from tools.exit_codes import OF_A_READER, ExitCode, Help, code_of
 from tools.options import Option, add_quiet, add_storage_options, mapping, with_options
-from tools.progress import file_bytes, progress
-from tools.text import colour, json_text, place, tell
+from tools.text import colour, file_bytes, json_text, place, progress, tell
 
 HELP = Help(
     summary="check every checksum, file and size; without the model's code",
@@ -93,10 +92,10 @@ def run(options: Options) -> int:
 def _verify(url: str, options: Options) -> Report:
     from ckpt.checking.verify import verify
 
-    told = mapping(options.storage_options)
-    with progress("verify", lambda: file_bytes(url, told), options.quiet) as advance:
+    storage = mapping(options.storage_options)
+    with progress("verify", lambda: file_bytes(url, storage), options.quiet) as advance:
         try:
-            return verify(url, advance, storage_options=told)
+            return verify(url, advance, storage_options=storage)
         except NotACheckpointError as error:
             if not _is_local_run(url):
                 raise

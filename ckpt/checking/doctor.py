@@ -27,7 +27,7 @@ from threading import Barrier
 from typing import Any, NamedTuple, TypeVar
 from warnings import warn
 
-from ckpt.checking.examination import (
+from ckpt.checking.report import (
     KINDS,
     PERMISSIONS,
     SETTINGS,

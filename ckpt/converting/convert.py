@@ -29,7 +29,6 @@ from ckpt.arguments import DtypeName, FormatName, KindName
 from ckpt.checking.verify import library_problems
 from ckpt.converting.layouts import by_size, check_kind, of_kind
 from ckpt.converting.native_target import StoredState, check_written, outgoing, write_native
-from ckpt.converting.resuming import Journal, identity_of
 from ckpt.converting.target_formats import (
     Format,
     became_text,
@@ -43,11 +42,13 @@ from ckpt.converting.target_formats import (
     omissions,
 )
 from ckpt.converting.targets import (
+    Journal,
     check_file,
     check_folder,
     check_native,
     file_writer,
     folder_writer,
+    identity_of,
     partial_folder,
 )
 from ckpt.mapping.apply import Mapped

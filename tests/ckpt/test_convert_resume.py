@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.converting.resuming import Journal
+from ckpt.converting.targets import Journal
 from ckpt.errors import ExistsError
 from sharding.errors import ArgumentError
 

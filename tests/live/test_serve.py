@@ -26,7 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.checking.doctor import examine
-from ckpt.checking.examination import Outcome
+from ckpt.checking.report import Outcome
 from ckpt.live.http_server import HttpConnection, HttpRequest
 from ckpt.live.protocol import RefusedError
 from ckpt.live.serve import FolderApp, ServeOptions, _parts

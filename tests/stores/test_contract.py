@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ckpt.checking.doctor import examine
-from ckpt.checking.examination import Outcome
+from ckpt.checking.report import Outcome
 from ckpt.errors import ExistsError
 from ckpt.removing.progress_files import Watch
 from ckpt.stores.store import Store, is_file, split_url

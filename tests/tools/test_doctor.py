@@ -14,7 +14,7 @@ import pytest
 
 from ckpt.checking import doctor
 from ckpt.checking.doctor import ARCHIVES, examine, harms_of
-from ckpt.checking.examination import PERMISSIONS, Outcome
+from ckpt.checking.report import PERMISSIONS, Outcome
 from ckpt.errors import LeftOverWarning
 from tests.selection import thorough
 from tests.stores.fault_proxy import FaultProxy

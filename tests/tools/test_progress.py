@@ -11,7 +11,7 @@ from threading import Event, Thread
 
 import pytest
 
-from tools import progress
+from tools import text
 from tools.exit_codes import ExitCode
 
 
@@ -67,7 +67,7 @@ def test_a_terminal_sees_that_a_command_waits_for_a_server(
     run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal = Terminal()
-    monkeypatch.setattr(progress, "NOTE_SECONDS", 0.01)
+    monkeypatch.setattr(text, "NOTE_SECONDS", 0.01)
     monkeypatch.setattr(sys, "stderr", terminal)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         place = f"live://127.0.0.1:{silent.getsockname()[1]}/policy"
@@ -90,9 +90,9 @@ def test_only_a_server_that_has_not_answered_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setattr(progress, "_note", None)
-    with progress.note_of_a_wait([None, 3, ["run", url]]):
-        note = progress._note
+    monkeypatch.setattr(text, "_note", None)
+    with text.note_of_a_wait([None, 3, ["run", url]]):
+        note = text._note
         assert (note is not None and note.is_alive()) == (url == "s3://bucket/run")
-        progress.has_answered()
+        text.has_answered()
     assert note is None or note.finished.is_set()
