@@ -52,11 +52,11 @@ if TYPE_CHECKING:
     from ckpt.removing.gc import LeftOver, gc
     from ckpt.run.checkpointer import Checkpointer
     from ckpt.run.follow import LiveVersion, follow
-    from ckpt.run.history import run_steps
     from ckpt.run.memory_tier import Memory
     from ckpt.run.merge import merge
     from ckpt.run.policy import Keep, RunStep
     from ckpt.run.sampler import ElasticSampler
+    from ckpt.run.steps import run_steps
     from ckpt.saving.background import Saved, SaveHandle
     from ckpt.saving.save import prepare, save
     from ckpt.state.per_rank import PerRank, per_rank, rng
@@ -96,7 +96,7 @@ _WHERE = {
     "Memory": "ckpt.run.memory_tier",
     "Keep": "ckpt.run.policy",
     "RunStep": "ckpt.run.policy",
-    "run_steps": "ckpt.run.history",
+    "run_steps": "ckpt.run.steps",
     "rng": "ckpt.state.per_rank",
     "ElasticSampler": "ckpt.run.sampler",
     "PerRank": "ckpt.state.per_rank",

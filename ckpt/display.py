@@ -6,7 +6,6 @@ and a notebook gets no HTML of one.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from html import escape
 
@@ -62,15 +61,6 @@ def amount(number: int) -> str:
     ('999', '46.3 M', '7.24 B')
     """
     return str(number) if number < 1000 else size(number).translate(_OF_NUMBERS)[:-1]
-
-
-def natural(name: str) -> tuple[tuple[str, int], ...]:
-    """Returns a sort key that puts step-9 before step-10.
-
-    >>> sorted(["step-10", "step-9"], key=natural)
-    ['step-9', 'step-10']
-    """
-    return tuple((text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name))
 
 
 def html_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], total: int) -> str:

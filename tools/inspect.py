@@ -15,7 +15,7 @@ from ckpt.checking.report import file_problems
 from ckpt.display import amount, count, printable, size
 from ckpt.loading.newest import BEGAN
 from ckpt.mapping.changes import parameters_in
-from ckpt.run.history import METRICS, PROVENANCE, metrics_of, program_of
+from ckpt.run.steps import METRICS, PROVENANCE, metrics_of, program_of
 from ckpt.state.patterns import check_names_some, matches
 from ckpt.state.saved import by_name
 from formats.catalog import (

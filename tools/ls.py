@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt.checking.report import file_problems
-from ckpt.display import amount, natural, printable, size
+from ckpt.display import amount, printable, size
 from ckpt.errors import NotACheckpointError
 from ckpt.mapping.changes import parameters_in
+from ckpt.stores.store import natural
 from formats.catalog import Catalog
 from formats.detect import DCP_METADATA, OF_WEIGHTS, SHARD
 from formats.errors import FormatError
@@ -236,8 +237,8 @@ def _has_checkpoints(
 
     `signs` are the files that show one. A folder of a training has DCP's as parts of its own.
     """
-    from ckpt.step_names import step_of
     from ckpt.stores.store import is_file, open_store
+    from ckpt.transfer.facts import step_of
 
     if is_file(url, told):
         return False
@@ -250,8 +251,8 @@ def _has_checkpoints(
 
 def _checkpoints(url: str, told: Mapping[str, object] | None) -> Iterator[Row]:
     """Yields the checkpoints directly in a folder, by name, with numbers in names by value."""
-    from ckpt.step_names import pins_in
     from ckpt.stores.store import is_file, join_url, open_store
+    from ckpt.transfer.facts import pins_in
 
     if is_file(url, told):
         return
@@ -276,9 +277,8 @@ def _list_at_once(url: str, told: Mapping[str, object] | None) -> list[Row] | No
     for another place: on a disk, a checkpoint itself, or a folder without checkpoints.
     """
     from ckpt.loading.newest import Committed
-    from ckpt.step_names import pins_in
     from ckpt.stores.store import join_url, local_path, open_store
-    from ckpt.transfer.facts import checkpoints_in
+    from ckpt.transfer.facts import checkpoints_in, pins_in
 
     if local_path(url) is not None:
         return None
@@ -345,7 +345,7 @@ def _row_of(
     committed: Committed, kind: str, tensors: int, parameters: int, nbytes: int, state: str
 ) -> Row:
     """Returns the row of a checkpoint of a format."""
-    from ckpt.run.history import STEP, run_step
+    from ckpt.run.steps import STEP, run_step
 
     found, metadata, said = run_step(committed), committed.metadata, dict[str, Any]()
     if found is not None and STEP in metadata:

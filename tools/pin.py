@@ -6,7 +6,7 @@ from argparse import ArgumentParser
 from dataclasses import dataclass, field
 
 from ckpt.errors import NotACheckpointError
-from ckpt.step_names import pins_in, step_of
+from ckpt.transfer.facts import pins_in, step_of
 from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import Option, add_storage_options, mapping
 from tools.text import place
@@ -55,7 +55,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> int:
     """Pins the checkpoint, removes its pin, or prints the names of its pins."""
-    from ckpt.run.removal import set_pin
+    from ckpt.run.steps import set_pin
     from ckpt.stores.store import absolute, open_store, split_url
 
     above, name = split_url(absolute(options.url))

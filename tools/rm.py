@@ -129,7 +129,7 @@ def _is_confirmed(options: Options) -> bool:
     if options.keep is None:
         places = options.urls
     else:
-        from ckpt.run.removal import removals
+        from ckpt.run.steps import removals
 
         places = [
             join_url(url, one.step.name)
@@ -189,8 +189,7 @@ def _tell_left_overs(report: _Report, url: str, storage: Mapping[str, object] | 
 def _thin(url: str, keep: Keep, report: _Report) -> None:
     """Deletes checkpoints of a run that no rule keeps. Raises NotACheckpointError without a run."""
     from ckpt.opening.sources import similar_path
-    from ckpt.run.history import run_steps
-    from ckpt.run.removal import removals
+    from ckpt.run.steps import removals, run_steps
 
     options = report.options
     storage = mapping(options.storage_options)

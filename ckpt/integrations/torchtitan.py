@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from ckpt import dcp
 from ckpt.integrations import needs, remove
-from ckpt.run.history import run_steps
+from ckpt.run.steps import run_steps
 
 with needs("torchtitan"):
     from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager

@@ -32,7 +32,7 @@ from torch import nn
 import ckpt
 from ckpt.errors import InUseError, MisuseError, NotACheckpointError, SaveFailedWarning
 from ckpt.integrations import needs
-from ckpt.run.history import STEP
+from ckpt.run.steps import STEP
 from formats.native.manifest import MANIFEST
 
 with needs("transformers"):

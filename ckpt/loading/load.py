@@ -35,7 +35,6 @@ from ckpt.arguments import (
     check_order,
     check_word,
 )
-from ckpt.display import natural
 from ckpt.errors import (
     DCP_LOAD,
     AccessDeniedError,
@@ -82,6 +81,7 @@ from ckpt.stores.store import (
     is_live,
     is_one_version,
     join_url,
+    natural,
     split_url,
 )
 from ckpt.transfer.read import ReadPolicy, Unchanged

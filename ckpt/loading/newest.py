@@ -27,7 +27,6 @@ from time import gmtime, strftime, strptime
 from typing import NamedTuple, TypeVar
 from warnings import warn
 
-from ckpt.display import natural
 from ckpt.errors import FallbackWarning, NotACheckpointError, ReplacedError, Skipped
 from ckpt.opening.sources import (
     MANIFEST_HEAD_BYTES,
@@ -38,7 +37,16 @@ from ckpt.opening.sources import (
     similar_path,
     unless_replaced,
 )
-from ckpt.stores.store import Options, Store, absolute, is_file, join_url, open_store, split_url
+from ckpt.stores.store import (
+    Options,
+    Store,
+    absolute,
+    is_file,
+    join_url,
+    natural,
+    open_store,
+    split_url,
+)
 from ckpt.transfer.facts import Checkpoints, Listing, checkpoints_in, concerns_one_file
 from formats.errors import CorruptError, FormatError, UnsupportedError
 from formats.native.manifest import MANIFEST, Manifest, load, read_manifest

@@ -26,7 +26,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TypeVar, cast
 
-from ckpt.display import natural
 from ckpt.errors import NotACheckpointError, ReplacedError
 from ckpt.opening import in_flight
 from ckpt.stores.store import (
@@ -36,6 +35,7 @@ from ckpt.stores.store import (
     is_file,
     join_url,
     local_path,
+    natural,
     open_store,
     split_url,
 )

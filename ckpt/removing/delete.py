@@ -9,7 +9,6 @@ from contextlib import suppress
 from ckpt.errors import InUseError, NotACheckpointError, StoreError
 from ckpt.opening.sources import advice_at
 from ckpt.removing.gc import remove_old
-from ckpt.step_names import pins_in, step_of
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.store import (
     Options,
@@ -26,6 +25,7 @@ from ckpt.stores.store import (
 )
 from ckpt.transfer.bases import borrowers, borrowing, check_unused
 from ckpt.transfer.commit import withdraw
+from ckpt.transfer.facts import pins_in, step_of
 from formats.detect import is_shard, sign_of_another_format
 from formats.native.manifest import MANIFEST, load, read_manifest
 

@@ -21,9 +21,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ckpt.display import natural
 from ckpt.stores.driver import Unfinished
-from ckpt.stores.store import Options, Store, absolute, join_url, local_path, open_store, split_url
+from ckpt.stores.store import (
+    Options,
+    Store,
+    absolute,
+    join_url,
+    local_path,
+    natural,
+    open_store,
+    split_url,
+)
 from formats.detect import SHARD
 from formats.errors import FormatError
 from formats.limits import current

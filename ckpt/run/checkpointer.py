@@ -3,7 +3,7 @@
 Rules:
 
 1. All ranks call the same methods at the same steps. They agree on all facts that only one rank
-   knows: its signals, its clock, the end of its last save (`ckpt.run.due`).
+   knows: its signals, its clock, the end of its last save (`ckpt.run.saves`).
 2. This class decides where to save; `ckpt.run.saves` does it.
 3. A restore takes the newest sound step of all tiers, the same on all ranks.
 """
@@ -32,9 +32,12 @@ from ckpt.errors import (
 from ckpt.loading.agreement import LoadOptions
 from ckpt.loading.load import Patterns, load_once, load_options, load_or_older
 from ckpt.mapping.changes import MappingName
-from ckpt.run.due import Due, Schedule
 from ckpt.run.exchange import RunRanks
-from ckpt.run.history import (
+from ckpt.run.local_tier import LocalTier
+from ckpt.run.memory_tier import Memory, MemoryTier
+from ckpt.run.policy import Failures, Keep, LocalOptions, OnFailure, best_first, local_options
+from ckpt.run.saves import Due, LastGiven, RunSaves, SaveArguments, Schedule, check_metadata
+from ckpt.run.steps import (
     END_OF_STEPS,
     METRICS,
     PROVENANCE,
@@ -43,10 +46,6 @@ from ckpt.run.history import (
     check_step,
     metrics_text,
 )
-from ckpt.run.local_tier import LocalOptions, LocalTier, local_options
-from ckpt.run.memory_tier import Memory, MemoryTier
-from ckpt.run.policy import Failures, Keep, OnFailure, best_first
-from ckpt.run.saves import LastGiven, RunSaves, SaveArguments, check_metadata
 from ckpt.saving.agreement import StoredDtypes
 from ckpt.saving.background import Also
 from ckpt.saving.staging import COPIED, When

@@ -24,10 +24,10 @@ from ckpt.errors import ArgumentError, CkptError, ExistsError, NotACheckpointErr
 from ckpt.loading.newest import list_checkpoints
 from ckpt.opening.sources import advice_at
 from ckpt.plan.copy_plan import CopySource
-from ckpt.step_names import is_pin
 from ckpt.stores.store import Options, Store, check_writable, join_url, one_spelling, open_store
 from ckpt.transfer.commit import GRACE_SECONDS, check_no_other
 from ckpt.transfer.copy_files import FileCopier
+from ckpt.transfer.facts import is_pin
 from formats.catalog import Extent, FilePlan, OutgoingTensor, PieceTable, StoredPiece, TensorRecord
 from formats.dtypes import dtype_named
 from formats.errors import CorruptError

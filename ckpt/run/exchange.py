@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckpt.errors import CkptError
 from ckpt.loading.newest import newest_first, order_of, seconds_of
 from ckpt.removing.delete import delete_step
-from ckpt.run.history import check_no_foreign_steps, run_steps
-from ckpt.run.local_tier import LocalOptions, LocalTier
+from ckpt.run.local_tier import LocalTier
 from ckpt.run.memory_tier import Memory, MemoryTier, open_live_state
 from ckpt.run.owner import Ownership, host_name, machine, provenance
-from ckpt.run.policy import Failures, RunStep, newest_steps
-from ckpt.run.removal import set_pin
-from ckpt.step_names import folder_name
+from ckpt.run.policy import Failures, LocalOptions, RunStep, newest_steps
+from ckpt.run.steps import check_no_foreign_steps, run_steps, set_pin
 from ckpt.stores.store import Options, join_url, open_store
+from ckpt.transfer.facts import folder_name
 from formats.detect import folder_format
 from formats.native.manifest import MANIFEST
 from sharding.agreement.ranks import Ranks

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.errors import WaitTimeoutError
 from ckpt.live.store import LiveStore
-from ckpt.run.history import list_steps
 from ckpt.run.policy import RunStep
+from ckpt.run.steps import list_steps
 from ckpt.stores.addresses import LiveUrl, parse
 from ckpt.stores.store import Options, is_live, join_url, open_store
 from formats.native.manifest import MANIFEST

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,43 +25,13 @@ from dataclasses import dataclass
 from ckpt.errors import CkptError
 from ckpt.loading.newest import BEGAN, ORDER, list_committed
 from ckpt.removing.gc import remove_marked
-from ckpt.run.policy import Keep
-from ckpt.step_names import folder_name, step_of
-from ckpt.stores.store import join_url, local_path, one_spelling
+from ckpt.run.policy import Keep, LocalOptions
+from ckpt.stores.store import join_url, one_spelling
+from ckpt.transfer.facts import folder_name, step_of
 from sharding.errors import ArgumentError, without_secrets
 
 HOSTS = "hosts"
 """The key of a local checkpoint's metadata for the URL of the run and the ranks on each host."""
-
-
-@dataclass(frozen=True, slots=True)
-class LocalOptions:
-    """The arguments of a `Checkpointer` for its local folder. Raises ArgumentError."""
-
-    folder: str
-    every_steps: int
-    keep: int
-
-    def __post_init__(self) -> None:
-        for name, number in (("every_steps", self.every_steps), ("keep", self.keep)):
-            if type(number) is not int or number < 1:
-                raise ArgumentError(f"local_{name}={number!r}: give a whole number of at least 1")
-
-
-def local_options(
-    folder: str | os.PathLike[str] | None, every_steps: int | None, keep: int, run: str
-) -> LocalOptions | None:
-    """Returns the checked arguments; None without a local folder. `run` is the URL of the run."""
-    if (folder is None) != (every_steps is None):
-        raise ArgumentError("local= and local_every_steps= belong together; give both or none")
-    if folder is None or every_steps is None:
-        return None
-    path = local_path(folder)
-    if path is None:
-        raise ArgumentError(f"local={os.fspath(folder)!r}: give a folder on a disk or in memory")
-    if one_spelling(path) == one_spelling(run):
-        raise ArgumentError(f"local={os.fspath(folder)!r} is the folder of the run; give another")
-    return LocalOptions(os.path.abspath(path), every_steps, keep)
 
 
 @dataclass(frozen=True, slots=True)

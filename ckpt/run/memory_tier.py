@@ -44,10 +44,10 @@ from ckpt.live.protocol import (
 )
 from ckpt.live.publish import LiveState
 from ckpt.loading.newest import BEGAN, ORDER, order_of, seconds_of
-from ckpt.run.history import STEP
 from ckpt.run.policy import Failures, RunStep
-from ckpt.step_names import folder_name
+from ckpt.run.steps import STEP
 from ckpt.stores.addresses import LiveUrl
+from ckpt.transfer.facts import folder_name
 from sharding.agreement.ranks import Ranks
 from sharding.errors import ArgumentError
 

@@ -11,7 +11,7 @@ from ckpt.converting.convert import ConvertReport, convert
 from ckpt.converting.weighted_sum import WeightedSum
 from ckpt.errors import ArgumentError
 from ckpt.mapping.changes import Part
-from ckpt.run.history import run_steps
+from ckpt.run.steps import run_steps
 from ckpt.stores.store import Options, join_url
 from formats.native.shard import Progress
 from sharding.errors import without_secrets

@@ -40,6 +40,7 @@ from ckpt.stores.store import Options, Store, open_store
 from ckpt.transfer.facts import Beside, Known, Listing
 from formats.errors import FormatError
 from sharding.errors import ArgumentError, without_secrets
+from sharding.supported import torch_version
 
 _FILE = re.compile(r"owner-(\d{1,18})\.json")
 MOST_BYTES = 1 << 16
@@ -260,14 +261,12 @@ def provenance(hosts: Sequence[str]) -> str:
 
     `hosts` has one name for each rank. A directory without git has no revision.
     """
-    import torch
-
     names = list(dict.fromkeys(hosts))
     found = {
         "command": without_secrets(" ".join(sys.orig_argv))[:COMMAND_CHARS],
         "git": git_revision(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": torch_version(),
         "hosts": names[:SHOWN_HOSTS],
         "host_count": len(names),
     }

@@ -19,6 +19,7 @@ Rules of retention, whose functions are pure:
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from warnings import warn
 
 from ckpt.errors import ArgumentError, CkptError, NotOwnerError, RankError, SaveFailedWarning
 from ckpt.loading.newest import Age, newest_first
+from ckpt.stores.store import local_path, one_spelling
 from sharding.errors import ENDED, LATE
 
 __all__ = ["Keep", "RunStep"]
@@ -250,6 +252,36 @@ def removable(steps: Sequence[RunStep], keep: Keep, now: float) -> list[RunStep]
     first = there.index(newest[0]) if newest else len(there)
     bare = {one.name for one in there[first:] if one.is_bare and not one.pins}
     return [one for one in there if one.name in bare or not (one.is_bare or one.name in kept)]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOptions:
+    """The arguments of a `Checkpointer` for its local folder. Raises ArgumentError."""
+
+    folder: str
+    every_steps: int
+    keep: int
+
+    def __post_init__(self) -> None:
+        for name, number in (("every_steps", self.every_steps), ("keep", self.keep)):
+            if type(number) is not int or number < 1:
+                raise ArgumentError(f"local_{name}={number!r}: give a whole number of at least 1")
+
+
+def local_options(
+    folder: str | os.PathLike[str] | None, every_steps: int | None, keep: int, run: str
+) -> LocalOptions | None:
+    """Returns the checked arguments; None without a local folder. `run` is the URL of the run."""
+    if (folder is None) != (every_steps is None):
+        raise ArgumentError("local= and local_every_steps= belong together; give both or none")
+    if folder is None or every_steps is None:
+        return None
+    path = local_path(folder)
+    if path is None:
+        raise ArgumentError(f"local={os.fspath(folder)!r}: give a folder on a disk or in memory")
+    if one_spelling(path) == one_spelling(run):
+        raise ArgumentError(f"local={os.fspath(folder)!r} is the folder of the run; give another")
+    return LocalOptions(os.path.abspath(path), every_steps, keep)
 
 
 OnFailure = Literal["continue", "raise"]

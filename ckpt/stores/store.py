@@ -447,3 +447,12 @@ def place_elsewhere(
         return (text, options) if json.loads(json.dumps(options)) == options else None
     except (TypeError, ValueError):
         return None
+
+
+def natural(name: str) -> tuple[tuple[str, int], ...]:
+    """Returns a sort key that puts step-9 before step-10.
+
+    >>> sorted(["step-10", "step-9"], key=natural)
+    ['step-9', 'step-10']
+    """
+    return tuple((text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name))

@@ -1,4 +1,4 @@
-"""The checkpoints in a folder, and the facts of their manifests that others of the folder need.
+"""The checkpoints in a folder: their names, and the facts of manifests that others need.
 
 Rules:
 
@@ -11,6 +11,7 @@ Rules:
    an old or a damaged one, the facts are the same, by more requests (decision 041).
 4. A manifest that cannot be read although the store answers concerns its own checkpoint alone.
    A missing permission, an archive class and an error of one file of a disk are such reasons.
+5. In the folder of a run, `step-N` is the folder of a step, and `pin-N-NAME.json` pins the step.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import re
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping
@@ -42,9 +44,68 @@ from formats.native.manifest import (
     read_manifest,
 )
 from formats.storage import Pool
+from sharding.errors import ArgumentError
 
 if TYPE_CHECKING:
     from ckpt.stores.driver import ObjectInfo
+
+
+_FOLDER = re.compile(r"step-(\d{1,18})")
+_PIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_PIN = re.compile(r"pin-(\d{1,18})-([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json")
+
+
+def folder_name(step: int) -> str:
+    """Returns the name of the folder of a step.
+
+    >>> folder_name(100)
+    'step-100'
+    """
+    return f"step-{step}"
+
+
+def step_of(name: str) -> int | None:
+    """Returns the step whose folder has this name; None for another folder."""
+    matched = _FOLDER.fullmatch(name)
+    if matched is None or folder_name(int(matched[1])) != name:
+        return None
+    return int(matched[1])
+
+
+def pin_file(step: int, name: str) -> str:
+    """Returns the name of the file, in the folder of the run, that pins a step under a name.
+
+    Raises ArgumentError for a name that is no name of a file everywhere.
+
+    >>> pin_file(500, "release-1")
+    'pin-500-release-1.json'
+    """
+    if not isinstance(name, str) or _PIN_NAME.fullmatch(name) is None:
+        raise ArgumentError(
+            f"name={name!r:.80}: give up to 64 letters, digits and '._-', a letter or digit first"
+        )
+    return f"pin-{step}-{name}.json"
+
+
+def is_pin(file: str) -> bool:
+    """Whether the name of a file, in the folder of the run, is that of a pin."""
+    return _PIN.fullmatch(file) is not None
+
+
+def pins_in(files: Iterable[str]) -> dict[int, tuple[str, ...]]:
+    """Returns the names of the pins of each step, from the files in the folder of the run.
+
+    >>> pins_in(["pin-500-b.json", "pin-500-a.json", "owner-1.json", "pin-05-a.json"])
+    {500: ('a', 'b')}
+    """
+    pins: dict[int, tuple[str, ...]] = {}
+    for file in sorted(files):
+        matched = _PIN.fullmatch(file)
+        step = None if matched is None else step_of(f"step-{matched[1]}")
+        if matched is not None and step is not None:
+            pins[step] = (*pins.get(step, ()), matched[2])
+    return pins
+
 
 INDEX = "ckpt-index.json"
 """The name of the index in the folder of a run."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import ckpt
 from ckpt.run.owner import Ownership
-from ckpt.run.removal import removals
+from ckpt.run.steps import removals
 from ckpt.stores.store import open_store
 from tests.interleavings.bucket import Conditions
 from tests.interleavings.observer import Observer, Rights, state

@@ -28,10 +28,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import optimizer
 
 import ckpt
-from ckpt.run.history import metrics_text
 from ckpt.run.owner import git_revision
-from ckpt.step_names import step_of
+from ckpt.run.steps import metrics_text
 from ckpt.stores import local_store
+from ckpt.transfer.facts import step_of
 from tests.conftest import Program, RankDied
 from tools.main import main
 
@@ -689,9 +689,9 @@ def test_a_signal_that_the_loop_does_not_ask_about_ends_all_ranks_after_its_save
 UNASKED = """
 import os, signal, sys, warnings
 import ckpt, torch
-from ckpt.run import due
-due.SAME_SECONDS = 0
-due.EXCHANGE_SECONDS = 0  # each step looks for signals, also on a busy machine
+from ckpt.run import saves
+saves.SAME_SECONDS = 0
+saves.EXCHANGE_SECONDS = 0  # each step looks for signals, also on a busy machine
 folder, before, again = sys.argv[1:]
 if before == "own":
     signal.signal(signal.SIGTERM, lambda *given: print("own handler", flush=True))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.run.due import EXCHANGE_SECONDS, Schedule, next_exchange
+from ckpt.run.saves import EXCHANGE_SECONDS, Schedule, next_exchange
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**6), st.floats(0, 1e6))

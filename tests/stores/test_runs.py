@@ -22,9 +22,8 @@ import torch
 
 import ckpt
 from ckpt.loading.newest import newest_sound
-from ckpt.run import removal
-from ckpt.run.history import list_steps
-from ckpt.run.removal import removals, remove_together
+from ckpt.run import steps as run_steps
+from ckpt.run.steps import list_steps, removals, remove_together
 from ckpt.saving import agreement
 from ckpt.saving.writers import arena_writer
 from ckpt.stores.store import join_url, open_store
@@ -106,7 +105,7 @@ def count_requests_of_a_run(
     uploads = 1 if proxy.server.protocol == "s3" else 2
     # Saves are minutes apart, and requests take milliseconds, also on a machine that is busy.
     monkeypatch.setattr(agreement, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(removal, "FRESH_SECONDS", 60.0)
+    monkeypatch.setattr(run_steps, "FRESH_SECONDS", 60.0)
     folder = f"{tmp_path.name}/run"
     url, options = proxy.server.url(folder), proxy.server.options
 

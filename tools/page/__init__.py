@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.display import amount, printable, size
 from ckpt.errors import ArgumentError, ExistsError
 from ckpt.mapping.changes import parameters_in
-from ckpt.run.history import metrics_of
+from ckpt.run.steps import metrics_of
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.store import join_url, split_url
 from formats.catalog import (
