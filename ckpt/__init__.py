@@ -17,8 +17,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from ckpt._neighbours import check_neighbours
-from ckpt.version import __version__
+from ckpt.installation import __version__, check_neighbours
 
 check_neighbours()
 from sharding.supported import check_versions  # noqa: E402 - a `sharding` that is not ours is named first
@@ -52,11 +51,11 @@ if TYPE_CHECKING:
     from ckpt.removing.gc import LeftOver, gc
     from ckpt.run.checkpointer import Checkpointer
     from ckpt.run.follow import LiveVersion, follow
-    from ckpt.run.memory_tier import Memory
     from ckpt.run.merge import merge
     from ckpt.run.policy import Keep, RunStep
     from ckpt.run.sampler import ElasticSampler
     from ckpt.run.steps import run_steps
+    from ckpt.run.tiers import Memory
     from ckpt.saving.background import Saved, SaveHandle
     from ckpt.saving.save import prepare, save
     from ckpt.state.per_rank import PerRank, per_rank, rng
@@ -93,7 +92,7 @@ _WHERE = {
     "LiveState": "ckpt.live.publish",
     "publish": "ckpt.live.publish",
     "Checkpointer": "ckpt.run.checkpointer",
-    "Memory": "ckpt.run.memory_tier",
+    "Memory": "ckpt.run.tiers",
     "Keep": "ckpt.run.policy",
     "RunStep": "ckpt.run.policy",
     "run_steps": "ckpt.run.steps",

@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields
 from typing import Generic, NoReturn, TypeVar
 
 from ckpt.display import printable
-from ckpt.version import __version__
+from ckpt.installation import __version__
 from sharding.errors import without_secrets
 from tools import (
     completion,

@@ -38,10 +38,10 @@ from ckpt.checking.report import (
 )
 from ckpt.display import count, size
 from ckpt.errors import AccessDeniedError, ExistsError, LeftOverWarning, ReplacedError
-from ckpt.stores.conditional_writes import NO_LIMIT
 from ckpt.stores.driver import StreamDriver
 from ckpt.stores.local_store import NO_HARD_LINKS, RENAME_NOREPLACE, LocalStore, rename_with
 from ckpt.stores.object_store import ObjectStore
+from ckpt.stores.object_writes import NO_LIMIT
 from ckpt.stores.retries import UnsupportedRequestError
 from ckpt.stores.store import Options, Store, join_url, local_path, open_store
 from formats.errors import FormatError

@@ -29,6 +29,7 @@ import numpy as np
 from ckpt.checking.diff import FLAT_FORMATS, GGUF
 from ckpt.checking.elements import Tolerance, same_value
 from ckpt.converting.layouts import Division, run_of
+from ckpt.installation import __version__
 from ckpt.plan.copy_plan import CopySource
 from ckpt.state.patterns import NO_CASTS, Casts, Selection, map_selected
 from ckpt.state.saved import names_of
@@ -36,7 +37,6 @@ from ckpt.stores.store import Options, Store, local_path, open_store
 from ckpt.transfer.commit import commit, is_not_there, now
 from ckpt.transfer.copy_files import FileCopier
 from ckpt.transfer.copy_shares import stream_tensors, write_plans
-from ckpt.version import __version__
 from formats.catalog import (
     Catalog,
     FilePlan,

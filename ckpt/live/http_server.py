@@ -39,6 +39,7 @@ from urllib.parse import parse_qsl
 
 import h11
 
+from ckpt.installation import __version__
 from ckpt.live.protocol import (
     BODY_BYTES,
     HEADER_BYTES,
@@ -50,7 +51,6 @@ from ckpt.live.protocol import (
     Segment,
 )
 from ckpt.live.wire import Acceptor, Wire
-from ckpt.version import __version__
 
 SERVER = f"ckpt/{__version__}"
 _READ_BYTES = 64 << 10

@@ -33,8 +33,6 @@ from ckpt.loading.agreement import LoadOptions
 from ckpt.loading.load import Patterns, load_once, load_options, load_or_older
 from ckpt.mapping.changes import MappingName
 from ckpt.run.exchange import RunRanks
-from ckpt.run.local_tier import LocalTier
-from ckpt.run.memory_tier import Memory, MemoryTier
 from ckpt.run.policy import Failures, Keep, LocalOptions, OnFailure, best_first, local_options
 from ckpt.run.saves import Due, LastGiven, RunSaves, SaveArguments, Schedule, check_metadata
 from ckpt.run.steps import (
@@ -46,6 +44,7 @@ from ckpt.run.steps import (
     check_step,
     metrics_text,
 )
+from ckpt.run.tiers import LocalTier, Memory, MemoryTier
 from ckpt.saving.agreement import StoredDtypes
 from ckpt.saving.background import Also
 from ckpt.saving.staging import COPIED, When

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckpt.errors import CkptError
 from ckpt.loading.newest import newest_first, order_of, seconds_of
 from ckpt.removing.delete import delete_step
-from ckpt.run.local_tier import LocalTier
-from ckpt.run.memory_tier import Memory, MemoryTier, open_live_state
 from ckpt.run.owner import Ownership, host_name, machine, provenance
 from ckpt.run.policy import Failures, LocalOptions, RunStep, newest_steps
 from ckpt.run.steps import check_no_foreign_steps, run_steps, set_pin
+from ckpt.run.tiers import LocalTier, Memory, MemoryTier, open_live_state
 from ckpt.stores.store import Options, join_url, open_store
 from ckpt.transfer.facts import folder_name
 from formats.detect import folder_format

@@ -46,10 +46,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ckpt.errors import NotOwnerError
 from ckpt.loading.newest import BEGAN, ORDER
 from ckpt.run.exchange import RunRanks
-from ckpt.run.local_tier import HOSTS, LocalTier
 from ckpt.run.owner import Ownership
 from ckpt.run.policy import Failures, Keep, check_seconds
 from ckpt.run.steps import METRICS, PROVENANCE, STEP, RunCounter, Tidying
+from ckpt.run.tiers import HOSTS, LocalTier
 from ckpt.saving.agreement import SaveOptions, StoredDtypes
 from ckpt.saving.background import Also, SaveHandle
 from ckpt.saving.save import save_with

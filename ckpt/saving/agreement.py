@@ -23,6 +23,7 @@ import torch
 
 from ckpt.arguments import DtypeName
 from ckpt.errors import ExistsError, NotOwnerError, RankError, ReplicasWarning, StateError
+from ckpt.installation import __version__
 from ckpt.plan.save_plan import SavePlan, choose_layouts, host_layouts, keeps_last, plan_save
 from ckpt.state.flatten import FlatState, Leaf, flatten
 from ckpt.state.memory import copy_in_range
@@ -41,7 +42,6 @@ from ckpt.transfer.commit import check_no_link, check_no_other, commit, is_not_t
 from ckpt.transfer.facts import Beside
 from ckpt.transfer.replica_hashes import WAYS, ReplicaHashes, Replicas, format_names
 from ckpt.transfer.write_job import Compress, WriteJob
-from ckpt.version import __version__
 from formats.native.manifest import (
     MANIFEST,
     NONFINITE,

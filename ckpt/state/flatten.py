@@ -35,6 +35,7 @@ from ckpt.state.stateful import (
     by_parameters,
     call_of,
     check_whole,
+    format_path,
     has_address,
     identity,
     is_packed,
@@ -45,7 +46,6 @@ from ckpt.state.stateful import (
 from ckpt.state.typed_values import (
     OF_TYPE,
     Kind,
-    format_path,
     instead_of,
     instead_of_array,
     instead_of_key,

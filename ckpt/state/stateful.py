@@ -45,7 +45,6 @@ from torch.optim import Optimizer
 
 from ckpt.errors import StateError
 from ckpt.state.subclass_state import ORDINARY, inner_of, plain, take_apart
-from ckpt.state.typed_values import format_path
 from formats.catalog import join
 from sharding.describe.describing import TensorLike, flat_members, is_divided
 from sharding.describe.dtensor import is_sharded
@@ -446,3 +445,8 @@ def with_names(state: object, model: nn.Module | None, depth: int = 0) -> object
 
 def _is_flat(key: object) -> bool:
     return isinstance(key, str) and key.rpartition(".")[2].startswith(FLAT)
+
+
+def format_path(path: tuple[object, ...]) -> str:
+    """Returns a key path as Python code: `state["optim"][0]`."""
+    return "state" + "".join(f"[{key!r}]" for key in path)

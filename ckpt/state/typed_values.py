@@ -249,11 +249,6 @@ _ADVICE: tuple[tuple[Callable[[object], bool], str], ...] = (
 )
 
 
-def format_path(path: tuple[object, ...]) -> str:
-    """Returns a key path as Python code: `state["optim"][0]`."""
-    return "state" + "".join(f"[{key!r}]" for key in path)
-
-
 def instead_of(value: object) -> str:
     """Returns the advice for a value that cannot be stored."""
     return next((advice for test, advice in _ADVICE if test(value)), STATES)

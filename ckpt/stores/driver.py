@@ -21,8 +21,8 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
+from ckpt.installation import __version__
 from ckpt.stores.retries import ErrorClass
-from ckpt.version import __version__
 from formats.errors import CorruptError
 from formats.storage import FileWriter
 from sharding.agreement.call_events import Requests, count_requests

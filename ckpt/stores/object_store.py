@@ -6,7 +6,7 @@ Rules:
    (`ckpt.stores.retries`), once with credentials that are read anew if the server does not take
    them, and turns a final failure into an error with the URL, the request and the remedy.
 2. A server may have carried out a request whose response was lost. After a request that must not be
-   repeated, the store looks at the result (`_finish`, and `ckpt.stores.conditional_writes`).
+   repeated, the store looks at the result (`_finish`, and `ckpt.stores.object_writes`).
 3. Folders are prefixes. The store creates and removes none where they are not objects.
 """
 
@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 
 from ckpt.arguments import memory_budget
 from ckpt.errors import ExistsError, ReplacedError, StoreError
-from ckpt.stores.conditional_writes import NO_LIMIT, ConditionalWrites, honours_conditions
 from ckpt.stores.driver import (
     CopyingDriver,
     MultipartDriver,
@@ -33,6 +32,15 @@ from ckpt.stores.driver import (
     StreamDriver,
     Unfinished,
     repeating,
+)
+from ckpt.stores.object_writes import (
+    NO_LIMIT,
+    ConditionalWrites,
+    PartSizes,
+    Upload,
+    UploadRequests,
+    honours_conditions,
+    open_writer,
 )
 from ckpt.stores.retries import (
     ErrorClass,
@@ -44,7 +52,6 @@ from ckpt.stores.retries import (
     explain,
     retry_policy,
 )
-from ckpt.stores.uploads import PartSizes, Upload, UploadRequests, open_writer
 from formats.detect import is_shard
 from formats.errors import CorruptError, GoneError, SizeError, TooLargeError
 from formats.storage import (

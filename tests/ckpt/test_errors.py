@@ -34,7 +34,7 @@ BUILT_IN = {
     ("ckpt/dcp/__init__.py", "AttributeError"): "Python's protocol of module attributes",
     ("ckpt/integrations/__init__.py", "ModuleNotFoundError"): "Python's own, with a command added",
     ("sharding/__init__.py", "AttributeError"): "Python's protocol of module attributes",
-    ("ckpt/_neighbours.py", "ImportError"): "raised before the packages can be imported",
+    ("ckpt/installation.py", "ImportError"): "raised before the packages can be imported",
     ("sharding/supported.py", "ImportError"): "raised before the packages can be imported",
     ("ckpt/live/serve.py", "FileNotFoundError"): "becomes an answer in the same file",
     ("ckpt/live/http_server.py", "ConnectionResetError"): "ends one connection of a server",
@@ -53,7 +53,7 @@ BUILT_IN = {
     ("ckpt/stores/local_store.py", "FileExistsError"): "becomes an ExistsError in the same file",
     ("ckpt/stores/local_files.py", "FileNotFoundError"): "as of a disk; the reader explains it",
     ("ckpt/stores/s3_driver.py", "OSError"): "a driver's; the store explains it",
-    ("ckpt/stores/uploads.py", "OSError"): "an upload's; the store explains it",
+    ("ckpt/stores/object_writes.py", "OSError"): "an upload's; the store explains it",
     (
         "formats/safetensors/huggingface.py",
         "FileNotFoundError",

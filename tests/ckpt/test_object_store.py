@@ -20,9 +20,9 @@ import ckpt
 from ckpt.errors import AccessDeniedError, ExistsError, LeftOverWarning, StoreError
 from ckpt.stores import fsspec_driver, object_store, served_store
 from ckpt.stores.driver import PartLimits
+from ckpt.stores.object_writes import PART_BYTES, PartSizes, Upload, UploadRequests
 from ckpt.stores.retries import ErrorClass, RetryPolicy
 from ckpt.stores.store import Store, open_store
-from ckpt.stores.uploads import PART_BYTES, PartSizes, Upload, UploadRequests
 from formats.errors import CorruptError
 from tests.conftest import Program
 from tests.selection import thorough

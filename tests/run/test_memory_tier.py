@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import ckpt
 from ckpt.live.process import HostServer
 from ckpt.live.protocol import Address, FileAt, VersionInfo
-from ckpt.run.memory_tier import TOKEN, name_of_run, whole
 from ckpt.run.steps import BEGAN, STEP
+from ckpt.run.tiers import TOKEN, name_of_run, whole
 from tests.live.publishers import RUNTIME, wait_until_nothing_is_left
 
 ROWS = 12

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.installation import __version__
 from ckpt.stores.driver import Gate, OwnOptions
 from ckpt.stores.store import open_store
-from ckpt.version import __version__
 from formats.storage import Pool
 from sharding.agreement.call_events import Requests
 from tests.selection import slow, thorough

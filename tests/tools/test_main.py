@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from ckpt.errors import ExistsError, NotACheckpointError
+from ckpt.installation import __version__
 from ckpt.saving.save import save
-from ckpt.version import __version__
 from formats.errors import CorruptError, HostileError, UnsupportedError
 from sharding.errors import HoleError
 from tests import dcp_alone

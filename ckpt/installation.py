@@ -1,9 +1,9 @@
-"""Detects a user's folder that shadows one of our packages, where the repository is on the path.
+"""The installed package: its version, and the folders of a user that shadow one of its parts.
 
-An installation has one package, `ckpt`, with the others inside, so nothing shadows them.
-`formats`, `sharding` and `tools` are common words: a folder of such a name beside a user's train.py
-comes first on Python's path. `formats` or `sharding` would break every call, so it is an error.
-`tools` serves only the `ckpt` command, so it is a warning.
+An installation has one package, `ckpt`, with the others inside, so nothing shadows them. In the
+repository `formats`, `sharding` and `tools` are common words: a folder of such a name beside a
+user's train.py comes first on Python's path. `formats` or `sharding` would break every call, so it
+is an error. `tools` serves only the `ckpt` command, so it is a warning.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from warnings import warn
+
+__version__ = "0.2.0"
+"""As it stands in manifests and in `ckpt --version`."""
 
 HOME = Path(__file__).resolve().parent.parent
 """The folder of `ckpt`, and in the repository of all four packages."""
