@@ -3,6 +3,15 @@
 Each rank opens the checkpoint, matches its names with the target's, perhaps under other names, and
 plans its reads. The ranks then compare fingerprints of what they found, and all raise the same
 differences.
+
+[Note: kept matches]
+A job that follows a live state loads equal names into the same tensors again and again. While
+`ckpt.follow` runs, the match of one load is kept for the next one of the same address:
+
+1. Of targets of modules and tensors alone, without a difference, in torch's ways of state dicts.
+2. It is used if the catalog has the same names, shapes and dtypes, and the target consists of the
+   same modules and tensors in the same memory: `_target_key` lists all that the match depends on.
+3. It holds no tensor of the target: a model that the program drops is freed.
 """
 
 from __future__ import annotations
@@ -12,8 +21,9 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from warnings import warn
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import nn
@@ -29,8 +39,8 @@ from ckpt.errors import (
 )
 from ckpt.mapping.changes import Changes
 from ckpt.mapping.other_names import OtherNames, other_names
-from ckpt.match.match import match
-from ckpt.match.match_builder import Fit, Match
+from ckpt.match.match import is_of_torch, match
+from ckpt.match.match_builder import Fit, Match, Target
 from ckpt.match.overlaps import check_fits, differences, fingerprints
 from ckpt.opening.sources import Source, open_source
 from ckpt.plan.load_plan import (
@@ -42,7 +52,7 @@ from ckpt.plan.load_plan import (
     plan_load,
 )
 from ckpt.plan.read_plan import BoxCopies, Limits, byte_ranges_of, requests_for
-from ckpt.state.memory import memory_of, torch_dtype
+from ckpt.state.memory import ORDINARY, check_mode, memory_of, torch_dtype
 from ckpt.state.saved import Saved
 from ckpt.stores.addresses import parse
 from ckpt.stores.store import Options, Store, is_live, is_newest
@@ -53,6 +63,8 @@ from formats.joined import under
 from formats.native.shard import Progress
 from formats.storage import LOCAL_READ_BYTES, REMOTE_READ_BYTES, memory_name
 from sharding.agreement.ranks import HASH_BITS, Ranks, result_or_error
+from sharding.describe.describing import describe
+from sharding.describe.members import LocalPart
 from sharding.errors import without_secrets
 
 if TYPE_CHECKING:
@@ -258,9 +270,15 @@ def _match(
 ) -> Matched:
     """Matches an opened checkpoint, perhaps under other `names`, with the target."""
     budget = memory_budget()
-    saved = Saved(source.catalog, options.fit.rename)
-    fit = replace(options.fit, strict=options.fit.strict and not options.forgiven)
-    fitted = match(saved, state, fit, ranks.mesh)
+    kept = _KEPT.get(_place_of(source.store.url)) if _KEPT and names is None else None
+    key = None if kept is None else _match_key(source.catalog, state, options, ranks)
+    fitted = None if kept is None else kept.take(key, state, ranks)
+    if fitted is None:
+        saved = Saved(source.catalog, options.fit.rename)
+        fit = replace(options.fit, strict=options.fit.strict and not options.forgiven)
+        fitted = match(saved, state, fit, ranks.mesh)
+        if kept is not None:
+            kept.put(key, fitted)
     own_names = frozenset[str]() if names is None else names.own
     kept_names = tuple(
         d.name for d in fitted.differences if d.problem == "missing" and d.name in own_names
@@ -298,6 +316,100 @@ def _match(
     if plans is None:
         return replace(matched, failure=failure)
     return replace(matched, plans=plans, share=_check_share(ranks, source, fitted, options))
+
+
+class KeptMatch:
+    """The match of the last load from a live state, for the next one (see [Note: kept matches])."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._match: Match | None = None
+        self._given: list[ref[torch.Tensor]] = []
+
+    def take(self, key: object, state: object, ranks: Ranks) -> Match | None:
+        """Returns the match if it is that of this key."""
+        found = self._match
+        given = [tensor for one in self._given if (tensor := one()) is not None]
+        if found is None or key is None or key != self._key or len(given) < len(self._given):
+            return None
+        check_mode()
+        targets = [Target(one, describe(one, "", ranks.mesh)[0]) for one in given]
+        return replace(found, targets=targets, differences=[], install=lambda: state)
+
+    def put(self, key: object, found: Match) -> None:
+        """Keeps a match, unless a later load has more to do than to read tensors."""
+        others = (found.installs, found.checks, found.differences, found.unexpected, found.shared)
+        given = [target.given for target in found.targets]
+        self._match, self._given = None, []
+        if key is not None and not any(others) and not any(isinstance(g, LocalPart) for g in given):
+            self._key = key
+            self._match = replace(found, targets=[], install=type(None))
+            self._given = [ref(one) for one in given if isinstance(one, torch.Tensor)]
+
+
+_KEPT: WeakValueDictionary[tuple[str, int, str], KeptMatch] = WeakValueDictionary()
+
+
+def keep_match(url: str) -> KeptMatch:
+    """Returns an object; as long as it lives, loads from this live state keep their match."""
+    return _KEPT.setdefault(_place_of(url), KeptMatch())
+
+
+def _place_of(url: str) -> tuple[str, int, str]:
+    address = parse(url)
+    return address.host, address.port, address.name
+
+
+def _match_key(catalog: Catalog, state: object, options: LoadOptions, ranks: Ranks) -> object:
+    """Returns a value that is equal for equal matches; None if there may be no such value."""
+    fit, key = options.fit, list[object]()
+    rename = dict(fit.rename) if isinstance(fit.rename, Mapping) else fit.rename
+    is_plain = not options.forgiven and fit.selection.is_all and not callable(rename)
+    if not is_plain or not _target_key(state, key):
+        return None
+    records = [(one.name, one.shape, one.dtype) for one in catalog.tensors.values()]
+    saved = (records, catalog.tree, catalog.aliases, catalog.versions, catalog.optimizers)
+    return key, saved, rename, fit.strict, fit.casting, ranks.mesh, ranks.global_rank
+
+
+def _target_key(node: object, key: list[object]) -> bool:
+    """Adds all of a target that its match depends on; False if there may be more."""
+    if type(node) is dict:
+        key.append(tuple(node))
+        return all(_target_key(item, key) for item in node.values())
+    if isinstance(node, torch.Tensor):
+        local: Any = node if type(node) in ORDINARY else getattr(node, "_local_tensor", None)
+        if type(local) not in ORDINARY or local.layout is not torch.strided or local.is_meta:
+            return False
+        spec = getattr(node, "_spec", None)
+        place = local.data_ptr(), local.shape, local.stride(), local.dtype, local.device
+        key.append((id(node), type(node), spec, place))
+        return True
+    return isinstance(node, nn.Module) and _module_key(node, key)
+
+
+_OWN_WAYS = frozenset({"state_dict", "_save_to_state_dict", "load_state_dict"})
+_HOOKS = (
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+
+
+def _module_key(module: nn.Module, key: list[object]) -> bool:
+    own, kind = vars(module), type(module)
+    if (
+        kind.state_dict is not nn.Module.state_dict
+        or not is_of_torch(kind._save_to_state_dict)
+        or not own.keys().isdisjoint(_OWN_WAYS)
+        or any(own.get(hooks) for hooks in _HOOKS)
+    ):
+        return False
+    tensors = own.get("_parameters", {}) | own.get("_buffers", {})
+    hidden = own.get("_non_persistent_buffers_set", ())
+    key.append((id(module), kind, *tensors, *own["_modules"], *hidden))
+    return all(one is None or _target_key(one, key) for one in tensors.values()) and all(
+        one is None or _module_key(one, key) for one in own["_modules"].values()
+    )
 
 
 PROBE_BYTES = 64 << 10

@@ -516,15 +516,16 @@ def _is_customised(module: nn.Module) -> bool:
     """
     return any(
         type(part).load_state_dict is not nn.Module.load_state_dict
-        or not _is_of_torch(part._load_from_state_dict)
+        or not is_of_torch(part._load_from_state_dict)
         or not all(map(_is_of_runtime, part._load_state_dict_pre_hooks.values()))
         or not all(map(_is_of_runtime, part._load_state_dict_post_hooks.values()))
         for part in module.modules()
     )
 
 
-def _is_of_torch(method: object) -> bool:
-    function = getattr(method, "__func__", None)
+def is_of_torch(method: object) -> bool:
+    """Whether a method of a module, or of its class, is that of torch's own layers."""
+    function = getattr(method, "__func__", method)
     return str(getattr(function, "__module__", "")).startswith("torch.nn.modules.")
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.errors import WaitTimeoutError
 from ckpt.live.store import LiveStore
+from ckpt.loading.agreement import keep_match
 from ckpt.run.policy import RunStep
 from ckpt.run.steps import list_steps
 from ckpt.stores.addresses import LiveUrl, parse
@@ -137,6 +138,7 @@ def _versions(
 ) -> Iterator[LiveVersion]:
     ranks = Ranks(group)
     with LiveStore(url, options or {}) if is_live(url) else nullcontext() as store:
+        kept = None if store is None else keep_match(url)  # noqa: F841 - as long as this runs
         if store is None:
             look = _looks_at_run(url, look_seconds, options)
         else:

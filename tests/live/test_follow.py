@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import itertools
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from unittest.mock import patch
+from weakref import ref
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import ckpt
+from ckpt.loading import agreement
 from tests.live.offered import RUNTIME, Offer, offered
 
 
@@ -187,6 +195,93 @@ def test_checkpoints_of_a_run_come_in_the_order_of_their_commits(tmp_path: Path)
         with pytest.raises(ckpt.WaitTimeoutError, match="after 2"):
             next(ckpt.follow(place, after=2, timeout=0.1, look_seconds=0.01))
     assert found == [1, 3, 2]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+        self.scale = nn.Parameter(torch.zeros(4))
+
+
+def double(module: nn.Module, keys: object) -> None:
+    with torch.no_grad():
+        module.scale.mul_(2)  # type: ignore[operator, union-attr]
+
+
+Change = Callable[[Model, dict[str, Any]], object]
+CHANGES: dict[str, Change] = {
+    "another parameter": lambda model, _: setattr(model, "scale", nn.Parameter(torch.zeros(4))),
+    "another memory": lambda model, _: setattr(model.scale, "data", torch.zeros(4)),
+    "another shape": lambda model, _: setattr(model, "scale", nn.Parameter(torch.zeros(6))),
+    "a module more": lambda model, _: model.inner.append(nn.Linear(2, 2)),
+    "a buffer less": lambda model, _: model.inner[1]._non_persistent_buffers_set.add("running_var"),
+    "a tied parameter": lambda model, _: setattr(model.inner[1], "weight", model.inner[0].bias),
+    "a tensor more": lambda _, target: target.update(beside=torch.zeros(3)),
+    "a value more": lambda _, target: target.update(step=0),
+    "a hook": lambda model, _: model.register_load_state_dict_post_hook(double),
+}
+
+
+def test_a_match_that_is_kept_for_the_next_version_fits_each_change_of_both_sides(
+    offer: Offer, tmp_path: Path
+) -> None:
+    versions, numbers = ckpt.follow(offer.url, timeout=60), itertools.count(2)
+    next(versions)
+
+    def load_next(target: dict[str, Any]) -> None:
+        """Publishes random numbers with the names of the target, and compares."""
+        saved, number = copy.deepcopy(target), next(numbers)
+        for name, tensor in saved["model"].state_dict(keep_vars=True).items():
+            tensor.data = torch.full_like(tensor, number + len(name))
+        saved.update({key: value + 1 for key, value in target.items() if key != "model"})
+        ckpt.save(tmp_path / f"v{number}", saved)
+        offer.publish(number, tmp_path / f"v{number}")
+        ckpt.load(next(versions).url, target)
+        if target["model"]._load_state_dict_post_hooks:
+            double(saved["model"], None)
+        wanted = {**saved["model"].state_dict(), **saved}
+        for name, found in {**target["model"].state_dict(), **target}.items():
+            if name != "model":
+                assert torch.equal(torch.as_tensor(found), torch.as_tensor(wanted[name])), name
+
+    for change in CHANGES.values():
+        target: dict[str, Any] = {"model": Model()}
+        with patch.object(agreement, "match", side_effect=agreement.match) as matched:
+            for _ in range(3):
+                load_next(target)
+            assert matched.call_count == 1
+            change(target["model"], target)
+            for _ in range(2):
+                load_next(target)
+            assert matched.call_count > 1
+
+
+def test_names_that_only_a_new_version_has_or_lacks_are_an_error_for_a_follower_too(
+    offer: Offer, tmp_path: Path
+) -> None:
+    target = {"w": torch.zeros(6), "b": torch.zeros(2)}
+    versions = ckpt.follow(offer.url, timeout=60)
+    next(versions)
+    wrong = {"w": torch.ones(6)}, {**target, "c": torch.ones(1)}, {**target, "b": torch.ones(3)}
+    for number, saved in enumerate((target, target, *wrong), start=2):
+        ckpt.save(tmp_path / f"v{number}", saved)
+        offer.publish(number, tmp_path / f"v{number}")
+        with pytest.raises(ckpt.MismatchError) if number > 3 else nullcontext():
+            ckpt.load(next(versions).url, target)
+
+
+def test_a_follower_keeps_no_model_alive(offer: Offer, folder: Path) -> None:
+    versions = ckpt.follow(offer.url, timeout=60)
+    target = {"w": torch.zeros(6)}
+    ckpt.load(next(versions).url, target)
+    memory = ref(target["w"])
+    target.clear()
+    gc.collect()
+    assert memory() is None
+    again = {"w": torch.zeros(6)}
+    ckpt.load(offer.url, again)
+    assert torch.equal(again["w"], torch.arange(6.0))
 
 
 def test_the_address_of_one_checkpoint_is_an_error(folder: Path) -> None:
