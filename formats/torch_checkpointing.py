@@ -22,15 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
-from formats.catalog import (
-    Catalog,
-    FileRecord,
-    Key,
-    StoredPiece,
-    TensorRecord,
-    TensorRef,
-    Tree,
-)
+from formats.catalog import Catalog, FileRecord, Key, StoredPiece, TensorRecord, TensorRef, Tree
 from formats.deepspeed.zero import File, open_file
 from formats.errors import CorruptError, FormatError, UnsupportedError
 from formats.limits import AXES, RANKS, check, decode_object

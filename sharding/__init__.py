@@ -21,12 +21,7 @@ if TYPE_CHECKING:
     from sharding.describe.members import LocalPart
     from sharding.engine.flat_param_group import FlatParameter
     from sharding.fsdp1.wrapper import FullyShardedDataParallel
-    from sharding.fsdp2 import (
-        FSDPModule,
-        UnshardHandle,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
+    from sharding.fsdp2 import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
     from sharding.policies import (
         BackwardPrefetch,
         CPUOffload,

@@ -8,13 +8,7 @@ from functools import partial
 
 from ckpt.display import count, printable, size
 from tools.exit_codes import OF_A_READER, ExitCode, Help
-from tools.options import (
-    Option,
-    add_quiet,
-    add_storage_options,
-    add_storage_options_of,
-    mapping,
-)
+from tools.options import Option, add_quiet, add_storage_options, add_storage_options_of, mapping
 from tools.text import colour, json_text, place, progress
 
 HELP = Help(

@@ -28,15 +28,7 @@ from formats.catalog import (
     plain_values,
     str_of,
 )
-from sharding.layout import (
-    FlatShard,
-    Layout,
-    Only,
-    Replicate,
-    Shard,
-    Split,
-    StridedShard,
-)
+from sharding.layout import FlatShard, Layout, Only, Replicate, Shard, Split, StridedShard
 from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import Option, add_storage_options, mapping
 from tools.text import columns, date, json_text, numbers, place, shorten

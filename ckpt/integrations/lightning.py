@@ -37,13 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 import ckpt
 from ckpt.errors import MisuseError, NotACheckpointError
 from ckpt.integrations import needs, remove
-from ckpt.state.stateful import (
-    identity,
-    is_packed,
-    optimizer_entries,
-    pack_state,
-    parameter_names,
-)
+from ckpt.state.stateful import identity, is_packed, optimizer_entries, pack_state, parameter_names
 from ckpt.transfer.write_job import Compress
 from formats.catalog import TensorRef
 from sharding.describe.describing import describe_module, flat_members, state_dict_keys

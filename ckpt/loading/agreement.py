@@ -29,14 +29,8 @@ import torch
 from torch import nn
 from xxhash import xxh3_64_intdigest
 
-from ckpt.arguments import (
-    memory_budget,
-)
-from ckpt.errors import (
-    Difference,
-    StoreError,
-    make_skipped_warning,
-)
+from ckpt.arguments import memory_budget
+from ckpt.errors import Difference, StoreError, make_skipped_warning
 from ckpt.mapping.changes import Changes
 from ckpt.mapping.other_names import OtherNames, other_names
 from ckpt.match.match import is_of_torch, match

@@ -28,13 +28,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args
 from warnings import warn
 
-from ckpt.arguments import (
-    CastingRule,
-    ReplicaReads,
-    UnchangedReads,
-    check_order,
-    check_word,
-)
+from ckpt.arguments import CastingRule, ReplicaReads, UnchangedReads, check_order, check_word
 from ckpt.errors import (
     DCP_LOAD,
     AccessDeniedError,
@@ -67,10 +61,7 @@ from ckpt.mapping.changes import Changes, MappingName
 from ckpt.match.match_builder import Casting, Fit, casting_of
 from ckpt.match.overlaps import check_preflight_scalars
 from ckpt.opening.sources import TRIES
-from ckpt.plan.load_plan import (
-    NOTHING_SHARED,
-    CheckShare,
-)
+from ckpt.plan.load_plan import NOTHING_SHARED, CheckShare
 from ckpt.state.memory import will_change
 from ckpt.state.patterns import Rename, Selection
 from ckpt.stores.store import (

@@ -40,7 +40,6 @@ from ckpt.stores.store import Options, Store, open_store
 from ckpt.transfer.facts import Beside, Known, Listing
 from formats.errors import FormatError
 from sharding.errors import ArgumentError, without_secrets
-from sharding.supported import torch_version
 
 _FILE = re.compile(r"owner-(\d{1,18})\.json")
 MOST_BYTES = 1 << 16
@@ -266,7 +265,7 @@ def provenance(hosts: Sequence[str]) -> str:
         "command": without_secrets(" ".join(sys.orig_argv))[:COMMAND_CHARS],
         "git": git_revision(),
         "python": platform.python_version(),
-        "torch": torch_version(),
+        "torch": getattr(sys.modules.get("torch"), "__version__", ""),
         "hosts": names[:SHOWN_HOSTS],
         "host_count": len(names),
     }

@@ -48,14 +48,7 @@ from ckpt.live.hosts import (
     start_servers,
 )
 from ckpt.live.process import HostServer
-from ckpt.live.protocol import (
-    LEASE_SECONDS,
-    Address,
-    FileAt,
-    VersionInfo,
-    files_json,
-    versions_of,
-)
+from ckpt.live.protocol import LEASE_SECONDS, Address, FileAt, VersionInfo, files_json, versions_of
 from ckpt.live.publish import LiveState
 from ckpt.loading.newest import BEGAN, ORDER, list_committed, order_of, seconds_of
 from ckpt.removing.gc import remove_marked

@@ -27,13 +27,7 @@ from ckpt.installation import __version__
 from ckpt.plan.save_plan import SavePlan, choose_layouts, host_layouts, keeps_last, plan_save
 from ckpt.state.flatten import FlatState, Leaf, flatten
 from ckpt.state.memory import copy_in_range
-from ckpt.state.merged_state import (
-    MergedState,
-    agree_on_state,
-    conflict,
-    other_than_first,
-    spec_of,
-)
+from ckpt.state.merged_state import MergedState, agree_on_state, conflict, other_than_first, spec_of
 from ckpt.state.state_spec import StateSpec, check_members
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.store import Store, check_writable, split_url
@@ -42,14 +36,7 @@ from ckpt.transfer.commit import check_no_link, check_no_other, commit, is_not_t
 from ckpt.transfer.facts import Beside
 from ckpt.transfer.replica_hashes import WAYS, ReplicaHashes, Replicas, format_names
 from ckpt.transfer.write_job import Compress, WriteJob
-from formats.native.manifest import (
-    MANIFEST,
-    NONFINITE,
-    SAVE_SECONDS,
-    WRITER_KEYS,
-    Base,
-    Manifest,
-)
+from formats.native.manifest import MANIFEST, NONFINITE, SAVE_SECONDS, WRITER_KEYS, Base, Manifest
 from formats.native.shard import ShardSummary
 from sharding.agreement.ranks import HASH_BITS, Ranks, result_or_error
 from sharding.errors import ENDED, LATE, ArgumentError, ArgumentTypeError, without_secrets

@@ -60,12 +60,7 @@ from formats.limits import current
 from formats.native.shard import OWN_ENTRIES
 from formats.native.tree import ROOT
 from formats.safetensors.file import METADATA_KEY
-from sharding.describe.describing import (
-    TensorLike,
-    describe,
-    describe_module,
-    part_of,
-)
+from sharding.describe.describing import TensorLike, describe, describe_module, part_of
 from sharding.describe.dtensor import describe_known, get_replicated
 from sharding.describe.members import LocalPart
 from sharding.layout import Layout, Mesh, is_dense

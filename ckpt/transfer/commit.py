@@ -22,13 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from warnings import warn
 
-from ckpt.errors import (
-    ExistsError,
-    LeftOverWarning,
-    NotDurableWarning,
-    ReplacedError,
-    StoreError,
-)
+from ckpt.errors import ExistsError, LeftOverWarning, NotDurableWarning, ReplacedError, StoreError
 from ckpt.stores.retries import UnflushedError
 from ckpt.stores.store import Store, link_at, local_path, split_url
 from ckpt.transfer.bases import base_files_beside, check_unused, is_as_it_was, manifest_now

@@ -29,16 +29,7 @@ from struct import error as StructError
 from formats.errors import FormatError, HostileError, UnsupportedError
 from formats.limits import INTEGER_BYTES, KeysApart, check, current, limit_error
 from formats.pickles.names import MAKERS, resolve, storage
-from formats.pickles.records import (
-    FIELDS,
-    RECORDS,
-    Name,
-    Opaque,
-    Record,
-    Storage,
-    check_key,
-    fill,
-)
+from formats.pickles.records import FIELDS, RECORDS, Name, Opaque, Record, Storage, check_key, fill
 from formats.pickles.values import NumpyArray, NumpyDType
 
 SET_STEPS = 3

@@ -31,13 +31,7 @@ from ckpt.mapping.changes import parameters_in
 from ckpt.run.steps import metrics_of
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.store import join_url, split_url
-from formats.catalog import (
-    Catalog,
-    TensorRecord,
-    Tree,
-    plain_values,
-    str_of,
-)
+from formats.catalog import Catalog, TensorRecord, Tree, plain_values, str_of
 from formats.detect import is_shard
 from sharding.errors import without_secrets
 from sharding.layout import Box, Layout
