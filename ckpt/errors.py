@@ -262,13 +262,16 @@ def _remedy(
             else "\n  Call ckpt.load, which takes strict=False, exclude= and rename=."
         )
     missing, unexpected = names.get("missing", ()), {*names.get("unexpected", ())}
-    renamed, number = _most_by_one_prefix(missing, unexpected) if may_rename else ({}, 0)
+    renamed, number = _most_by_one_rename(missing, unexpected) if may_rename else ({}, 0)
     if number:
-        some = "Every missing name is" if number == len(missing) else f"{number} of these names are"
+        is_sure = not all(*renamed.items())
+        some = "Every missing name" if number == len(missing) else f"{number} of these names"
+        some += " may be" if not is_sure else " is" if number == len(missing) else " are"
         also = _excluding(missing, unexpected, renamed, fitting)
         kept = sorted({name.partition(".")[0] for name in fitting}) if "" in renamed else ()
         renamed |= {top: top for top in kept}
-        return f"\n  {some} in the checkpoint: call {call} with rename={renamed}{also}"
+        other = "" if is_sure else " under another name"
+        return f"\n  {some} in the checkpoint{other}: call {call} with rename={renamed}{also}"
     if has_nothing and may_rename:
         return f"\n  Call {call} with rename= if names have changed; or give another checkpoint."
     if names.keys() == {"unexpected"}:
@@ -290,7 +293,8 @@ def _excluding(
 ) -> str:
     """Returns the `exclude=` of the names that the target lacks after `rename=`; empty if none."""
     (old, new) = next(iter(renamed.items()))
-    after = {one.removeprefix(f"{old}.") if old else f"{new}.{one}" for one in unexpected}
+    part = old.rpartition(".")[2] if new else ""  # the states of optimizers follow their parameters
+    after = {_after(one, old, new) for one in unexpected if part not in one.split(".")}
     rest, wanted = after - {*missing}, {*missing} | fitting
     tops = {f"{one.partition('.')[0]}.*" if "." in one else one for one in rest}
     is_theirs = any(name.startswith(top.removesuffix("*")) for top in tops for name in wanted)
@@ -300,22 +304,50 @@ def _excluding(
     return f" and exclude={patterns}" if patterns else ""
 
 
-def _most_by_one_prefix(missing: Sequence[str], unexpected: Set[str]) -> tuple[dict[str, str], int]:
-    """Returns the `rename=` of one prefix that finds at least half of the missing names.
+def _after(name: str, old: str, new: str) -> str:
+    """Returns a name with the prefix `new` in the place of `old`; either may be empty."""
+    rest = name.removeprefix(f"{old}.") if old else name
+    return f"{new}.{rest}" if new and (rest != name or not old) else rest
 
-    Returns also how many it finds; 0 if there is none.
+
+def _most_by_one_rename(missing: Sequence[str], unexpected: Set[str]) -> tuple[dict[str, str], int]:
+    """Returns the `rename=` of one prefix or part that finds at least half of the missing names.
+
+    Returns also how many it finds; 0 if there is none, or if two parts would do as well.
+
+    >>> _most_by_one_rename(["m.out.w", "m.out.b"], {"m.fc.w", "m.fc.b", "o.fc.w"})
+    ({'m.fc': 'm.out'}, 2)
+    >>> _most_by_one_rename(["m.out.w"], {"m.fc.w", "m.in.w"})
+    ({}, 0)
     """
-    found: tuple[dict[str, str], int] = {}, 0
+    found: dict[tuple[str, str], int] = {}
     for first in missing[:SHOWN_DIFFERENCES]:
-        for name in sorted(unexpected):
-            more, less = name.removesuffix(f".{first}"), first.removesuffix(f".{name}")
-            if more != name:
-                number = sum(f"{more}.{one}" in unexpected for one in missing)
-                found = max(found, ({more: ""}, number), key=lambda pair: pair[1])
-            elif less != first:
-                number = len({f"{less}.{one}" for one in unexpected} & {*missing})
-                found = max(found, ({"": less}, number), key=lambda pair: pair[1])
-    return found if 2 * found[1] >= len(missing) else ({}, 0)
+        for old, new in _likely(first, unexpected):
+            if (old, new) not in found:
+                after = {_after(one, old, new) for one in unexpected if one.startswith(old)}
+                found[old, new] = len(after & {*missing})
+    most = max(found.values(), default=0)
+    best = sorted((old, new) for (old, new), number in found.items() if number == most)
+    # A prefix that one side lacks is a sure sign; a part with another name is one if nothing else
+    # comes into question.
+    best = [pair for pair in best if not all(pair)] or best
+    if 2 * most < len(missing) or not best or (all(best[0]) and len(best) > 1):
+        return {}, 0
+    return {best[0][0]: best[0][1]}, most
+
+
+def _likely(first: str, unexpected: Set[str]) -> list[tuple[str, str]]:
+    """Returns the prefixes, old and new, of the names that are most like a missing one."""
+    parts, found = first.split("."), []
+    for name in sorted(unexpected):
+        others = name.split(".")
+        pairs = [one == two for one, two in zip(reversed(parts), reversed(others), strict=False)]
+        behind = pairs.index(False) if False in pairs else len(pairs)
+        if behind:
+            old, new = others[:-behind], parts[:-behind]
+            before = sum(one == two for one, two in zip(old, new, strict=False))
+            found.append((-behind - before, ".".join(old), ".".join(new)))
+    return [(old, new) for _, old, new in sorted(found)[:SHOWN_DIFFERENCES]]
 
 
 DifferenceKind = Literal["missing", "unexpected", "shape", "dtype", "structure", "pattern"]
@@ -487,3 +519,8 @@ class UnverifiedWarning(Picklable, UserWarning):
             "one CRC-32 for all its bytes, so these parts were not verified; pass verify='all' to "
             "read and compare such records as a whole, or verify=False to compare none"
         )
+
+
+for _name in __all__:
+    if isinstance(globals()[_name], type):
+        globals()[_name].__module__ = "ckpt"  # where users find it, in tracebacks and pickles too

@@ -64,10 +64,12 @@ class TooLargeError(HostileError):
 class GoneError(CorruptError):
     """A file of a checkpoint is missing. It may have been there until a moment ago."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, rank: int | None = None) -> None:
+        """`rank` is the one that wrote it, if that is known."""
+        written = "" if rank is None else f" rank {rank} wrote it, and"
         super().__init__(
-            f"{where}: the file is missing: it was deleted, perhaps while the checkpoint was read, "
-            "or not copied along; restore it from another copy"
+            f"{where}: the file is missing:{written} it was deleted, perhaps while the checkpoint "
+            "was read, or not copied along; restore it from another copy"
         )
 
 

@@ -191,7 +191,7 @@ def _value_line(value: ValueDifference) -> str:
 
 
 def _prefix_notes(found: Comparison) -> Iterator[str]:
-    """Yields a note on the option that helps if the other side has all names below a prefix."""
+    """Yields a note on the options that help if the other side has all names below a prefix."""
     a, b = found.only_a, found.only_b
     if not a or not b or found.compared_tensors or found.tensors:
         return
@@ -199,10 +199,18 @@ def _prefix_notes(found: Comparison) -> Iterator[str]:
         prefix = _prefix(more, less)
         if prefix is None:
             continue
-        is_all = all(name.startswith(f"{prefix}.") for name in more)
-        option = f"--rename {rename.format(prefix)}" if is_all else f"--select {prefix}"
-        if is_all or not any(name.startswith(f"{prefix}.") for name in less):
-            yield f"all names of {sides} below {prefix}; {option} compares them"
+        others = {_head(name) for name in more if not name.startswith(f"{prefix}.")}
+        options = f"--rename {rename.format(prefix)}"
+        if others and not any(name.startswith(f"{prefix}.") for name in less):
+            options = f"--select {prefix}"
+        elif others:  # --select would change both sides
+            options = " ".join([options, *(f"--exclude '{one}*'" for one in sorted(others))])
+        if not others & {_head(name) for name in less}:
+            yield f"all names of {sides} below {prefix}; {options} compares them"
+
+
+def _head(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def _prefix(more: Sequence[str], less: Sequence[str]) -> str | None:
@@ -294,7 +302,8 @@ def _module_lines(differing: Sequence[TensorDifference], equal: Sequence[str]) -
 def _sum_lines(found: Comparison, worst: TensorDifference | None) -> Iterator[str]:
     compared = f"{count(found.compared_tensors, 'tensor')}, {size(found.compared_bytes)} compared"
     if found.unread_bytes:
-        compared += f", {size(found.unread_bytes)} of them by checksums alone"
+        unread = size(found.unread_bytes)
+        compared += f", {unread} of them by recorded checksums (--read-all reads them)"
     if found.close_tensors:
         compared += f"; {found.close_tensors} within the tolerance and not equal"
     if worst is not None and worst.max_abs:

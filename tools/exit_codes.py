@@ -39,7 +39,7 @@ MEANINGS = {
     ExitCode.STORE: "the disk or object store failed",
     ExitCode.EXISTS: "what is there was not overwritten, or not removed as others borrow from it",
     ExitCode.UNSUPPORTED: "the file uses, or the target cannot hold, something not supported",
-    ExitCode.INTERNAL: "a bug in ckpt",
+    ExitCode.INTERNAL: "an error that no other code tells: a rank that failed, or a bug in ckpt",
     ExitCode.INTERRUPTED: "interrupted (Ctrl-C)",
     ExitCode.BROKEN_PIPE: "the reader of the output stopped reading",
 }

@@ -48,7 +48,7 @@ from ckpt.stores.store import (
     split_url,
 )
 from ckpt.transfer.facts import Checkpoints, Listing, checkpoints_in, concerns_one_file
-from formats.errors import CorruptError, FormatError, UnsupportedError
+from formats.errors import CorruptError, FormatError, GoneError, UnsupportedError
 from formats.native.manifest import MANIFEST, Manifest, load, read_manifest
 
 __all__ = ["latest"]
@@ -361,7 +361,7 @@ def _check_sizes(where: str, store: Store, wanted: dict[str, int]) -> None:
     there = store.sizes()
     for name, size in wanted.items():
         if name not in there:
-            raise CorruptError(f"{where}/{name}: the file is missing; restore it from another copy")
+            raise GoneError(f"{where}/{name}")
         if there[name] != size:
             raise CorruptError(
                 f"{where}/{name}: the file has {there[name]} bytes, {size} were written; restore "

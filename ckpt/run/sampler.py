@@ -8,6 +8,9 @@ Rules:
 2. The position counts what the loop has trained with, not what a loader has fetched in advance.
 3. Each sample comes once in an epoch. If the ranks do not divide the samples, the last ones take
    the first samples of the next epoch: all ranks get the same number, none is padded or dropped.
+4. A loader draws a seed from torch's random numbers whenever an iteration begins. Only the one at
+   the begin of an epoch counts, so that a run that goes on within it draws as many as one that was
+   never stopped.
 """
 
 from __future__ import annotations
@@ -120,8 +123,9 @@ class ElasticSampler(Sampler[int]):
 
         A batch counts as soon as it is yielded: a state that is saved in the body of the loop
         contains it. All ranks iterate. Batches that the loader has fetched in advance do not count,
-        and those that it drops count at the end. The loader is torch's `DataLoader`, torchdata's
-        `StatefulDataLoader`, or another with `sampler` and `batch_size`.
+        and those that it drops count at the end. Within an epoch torch's random numbers stay as
+        they are (rule 4). The loader is torch's `DataLoader`, torchdata's `StatefulDataLoader`, or
+        another with `sampler` and `batch_size`.
 
         Raises ArgumentError if the loader has another sampler, or no size of batches.
         """
@@ -132,7 +136,12 @@ class ElasticSampler(Sampler[int]):
                 "batch_size=; for others call sampler.advance(samples) after each batch"
             )
         left = len(self)
-        for batch in loader:
+        is_within = self._position >= self._ranks
+        before = torch.get_rng_state() if is_within else None
+        batches = iter(loader)
+        if before is not None:
+            torch.set_rng_state(before)
+        for batch in batches:
             samples = min(size, left)
             left -= samples
             self.advance(samples)

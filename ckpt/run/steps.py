@@ -3,8 +3,8 @@
 Rules:
 
 1. A checkpoint of a run is a folder `step-N` with a manifest of ckpt's own format. Other folders do
-   not belong to the run, and the run never touches them. Where each `step-N` is a checkpoint of
-   another format, no run begins.
+   not belong to the run, and the run never touches them. No run begins where each `step-N` is a
+   checkpoint of another format, or where the checkpoints have other names with a number.
 2. Step, metrics and provenance are text at the beginning of the manifest: a listing reads a few KiB
    of each checkpoint.
 3. A checkpoint whose manifest cannot be read is damaged. `restore` warns of it and skips it. No
@@ -44,7 +44,7 @@ from ckpt.loading.newest import BEGAN, ORDER, Committed, list_checkpoints
 from ckpt.removing.delete import delete_step
 from ckpt.run.owner import FRESH_SECONDS, Ownership
 from ckpt.run.policy import Keep, RunStep, newest_steps, removable
-from ckpt.stores.store import Options, Store, join_url, local_path, open_store
+from ckpt.stores.store import Options, Store, join_url, local_path, natural, open_store
 from ckpt.transfer.bases import base_files, borrowers_among, borrowing, check_readable
 from ckpt.transfer.facts import (
     Checkpoints,
@@ -67,6 +67,7 @@ STEP, METRICS, PROVENANCE = "step", "metrics", "run"
 """Keys of the metadata in a manifest, beside BEGAN and ORDER."""
 SHOWN = 3
 """The most steps in a warning."""
+LOOKS = 8
 END_OF_STEPS = 10**18
 """The first step that is too large for the name of a folder."""
 MOST = 1 << 1000
@@ -158,15 +159,27 @@ def unreadable_warning(url: str, unreadable: Mapping[str, str]) -> UnreadableWar
 
 
 def check_no_foreign_steps(url: str, options: Options) -> None:
-    """Raises ExistsError if the folder of a step is a checkpoint of another format."""
+    """Raises ExistsError if a folder looks like a step, and is none that a run restores.
+
+    It is a checkpoint of another format, or one with a number in another name than `step-N`. Looks
+    at the last `LOOKS` folders with a number.
+    """
     with suppress(FileNotFoundError), open_store(url, options) as store:
-        for name in store.folders():
-            found = None if step_of(name) is None else folder_format(store.entries(name))
-            if found is not None:
+        numbered = [name for name in store.folders() if any(map(str.isdecimal, name))]
+        for name in sorted(numbered, key=natural)[-LOOKS:]:
+            entries = store.entries(name)
+            found = folder_format(entries)
+            if step_of(name) is not None and found is not None:
                 raise ExistsError(
                     f"{url}: its {name} is a checkpoint of another format ({found.name}), which a "
                     f"Checkpointer neither restores nor replaces; convert it to the folder of a "
                     f"new run: ckpt.convert('{url}/{name}', 'NEW/{name}', to='ckpt')"
+                )
+            if step_of(name) is None and (found is not None or MANIFEST in entries):
+                raise ExistsError(
+                    f"{url}: its {name} is a checkpoint, but no step of a run, whose folders are "
+                    f"named step-N: a Checkpointer here would begin anew; give the run another "
+                    f"folder, and begin it with run.start_from('{url}/{name}', state)"
                 )
 
 

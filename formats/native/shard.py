@@ -28,7 +28,7 @@ from typing import NamedTuple
 import xxhash
 
 from formats.catalog import Chunk, Extent, OutgoingTensor
-from formats.errors import CorruptError, FormatError
+from formats.errors import CorruptError, FormatError, GoneError
 from formats.limits import check
 from formats.native.borrowed import (
     BORROWED,
@@ -140,10 +140,7 @@ def open_shard(
     try:
         table = reader.read_end(file.name, size, file.table_bytes)
     except FileNotFoundError as error:
-        raise CorruptError(
-            f"{where}: the file is missing, which rank {file.rank} wrote; restore it from "
-            "another copy"
-        ) from error
+        raise GoneError(where, file.rank) from error
     head = reader.read(file.name, 0, file.header_bytes)
     if _digest((head, table)) != file.digest:
 

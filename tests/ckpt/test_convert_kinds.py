@@ -439,7 +439,7 @@ def unlist(folder: Path, shards: list[Path]) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path, list[Path]], None], str]] = {
     "truncated": (truncate, "it was truncated; restore"),
     "appended to": (append, "it was appended to; restore"),
-    "missing": (take_away, "the file is missing, which rank 2 wrote; restore it"),
+    "missing": (take_away, "the file is missing: rank 2 wrote it"),
     "another header": (flip_header, "do not have the digest"),
     "exchanged": (swap, "the file has|do not have the digest"),
     "of two ranks": (relabel(2), "the manifest says F32"),

@@ -187,6 +187,12 @@ def test_every_exported_error_is_in_all(package: object) -> None:
     assert all(hasattr(package, name) for name in exported)
 
 
+def test_a_traceback_has_the_name_by_which_a_user_catches_an_error() -> None:
+    classes = [one for name in ckpt.errors.__all__ if isinstance(one := getattr(ckpt, name), type)]
+    assert {one.__module__ for one in classes} == {"ckpt"}
+    assert all(getattr(ckpt, one.__name__) is one for one in classes)
+
+
 def test_bad_arguments_are_value_errors_and_of_the_root() -> None:
     with pytest.raises(ckpt.CkptError, match="replicas is") as raised:
         ckpt.load("nowhere", {}, replicas="all")  # type: ignore[call-arg]

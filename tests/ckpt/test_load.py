@@ -1,6 +1,7 @@
 """What a load changes, what it leaves alone, and what it says when the two sides do not fit."""
 
 import copy
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,25 @@ def test_a_prefix_of_most_names_is_named_and_nothing_is_no_load(
     assert str(error.value).endswith(advice)
     ckpt.load(tmp_path, target, rename={"app": ""}, exclude="new")
     assert target["model"]["w"].tolist() == [1.0, 1.0]  # type: ignore[call-overload]
+
+
+def test_a_part_with_another_name_is_named_with_the_rename_that_loads_it(tmp_path: Path) -> None:
+    def state(name: str) -> dict[str, Any]:
+        model = nn.Sequential(OrderedDict({"inner": nn.Linear(2, 2), name: nn.Linear(2, 2)}))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return {"model": model, "optim": optimizer}
+
+    ckpt.save(tmp_path / "run", state("fc"))
+    with pytest.raises(ckpt.MismatchError) as error:
+        ckpt.load(tmp_path / "run", state("out"))
+    advice = "under another name: call ckpt.load with rename={'model.fc': 'model.out'}"
+    assert str(error.value).endswith(advice)
+    ckpt.load(tmp_path / "run", state("out"), rename={"model.fc": "model.out"})
+    ckpt.save(tmp_path / "two", {"a": {"w": torch.ones(2)}, "b": {"w": torch.ones(2)}})
+    with pytest.raises(ckpt.MismatchError, match="rename= if names have changed"):  # which one?
+        ckpt.load(tmp_path / "two", {"c": {"w": torch.ones(2)}})
 
 
 def test_a_long_list_of_differences_is_cut_short_but_kept_whole(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_a_file_that_is_lost_is_damage_whatever_comes_later(tmp_path: Path) -> N
     ckpt.save(tmp_path / "a-old", state(1))
     ckpt.save(tmp_path / "last", state(2))
     remove_file(tmp_path / "last")
-    with pytest.raises(ckpt.CorruptError, match="the file is missing, which rank"):
+    with pytest.raises(ckpt.CorruptError, match="the file is missing: rank"):
         load(str(tmp_path / "last"))
     with pytest.warns(ckpt.FallbackWarning):
         assert load_or_older(str(tmp_path / "last"))["step"] == 1

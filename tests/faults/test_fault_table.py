@@ -183,7 +183,7 @@ def test_without_one_of_its_files_a_checkpoint_is_refused_and_no_rank_s_target_t
     gone = shards(tmp_path)[1]
     gone.unlink()
     for error, message, said, did in clusters(2).run(attempt, str(tmp_path)):
-        assert error in ("CorruptError", "RankError")
+        assert error in ("GoneError", "RankError")
         assert f"{gone}: the file is missing" in message
         assert (said, did) == (set(), set())
     check_refused_by_the_rest(tmp_path, tmp_path / "converted.safetensors")

@@ -268,6 +268,28 @@ def test_a_folder_with_steps_of_another_format_is_no_new_run(tmp_path: Path) -> 
     assert state["w"].tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("name", ["step_20", "step-00020", "checkpoint-20", "20"])
+@pytest.mark.parametrize("library", ["ckpt", "dcp"])
+def test_a_run_does_not_begin_anew_beside_checkpoints_with_other_names(
+    tmp_path: Path, name: str, library: str
+) -> None:
+    state = {"w": torch.full((2,), 3.0)}
+    if library == "ckpt":
+        ckpt.save(tmp_path / "old" / name, state)
+    else:
+        with pytest.warns(UserWarning, match="single process"):
+            dcp.save(state, checkpoint_id=tmp_path / "old" / name)
+    with pytest.raises(ckpt.ExistsError, match=rf"its {name} is a checkpoint.*start_from\('"):
+        ckpt.Checkpointer(tmp_path / "old")
+    target = {"w": torch.zeros(2)}
+    with ckpt.Checkpointer(tmp_path / "new", every_steps=1) as run:
+        run.start_from(f"{tmp_path}/old/{name}", target)
+    assert target["w"].tolist() == [3.0, 3.0]
+    ckpt.save(tmp_path / "old" / "step-7", state)
+    with ckpt.Checkpointer(tmp_path / "old") as run:  # which has steps of its own
+        assert run.restore(target) == 7
+
+
 def test_steps_have_to_rise_and_a_closed_run_saves_nothing(tmp_path: Path) -> None:
     run = ckpt.Checkpointer(tmp_path, every_steps=1)
     assert run.save(5, state_of(5))
@@ -447,9 +469,11 @@ def test_a_link_to_a_step_stays_readable_if_the_save_in_its_place_fails(tmp_path
 
 def test_folders_that_are_no_steps_are_left_alone(tmp_path: Path) -> None:
     ckpt.save(tmp_path / "final", state_of(1))
-    ckpt.save(tmp_path / "step-007", state_of(1))
     (tmp_path / "step-5").mkdir()
+    ckpt.save(tmp_path / "step-7", state_of(7))
+    ckpt.save(tmp_path / "step-007", state_of(1))
     with ckpt.Checkpointer(tmp_path, every_steps=1, keep=ckpt.Keep(last=1)) as run:
+        assert run.restore(state_of(0)) == 7
         train(run, state_of(0), range(8, 11))
         run.wait_until_finished()
     names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())

@@ -94,25 +94,59 @@ def test_with_drop_last_an_epoch_ends_with_the_samples_for_all_ranks(
         assert (one.epoch, one.state_dict()["position"]) == (1, 0)
 
 
+def loader_of(kind: str) -> Any:
+    """The class of loaders."""
+    if kind == "torch":
+        return DataLoader
+    return pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+
 @pytest.mark.filterwarnings("ignore:.*deprecated")  # torchdata asks torch for all its names
 @pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["torch", "torchdata"])
 def test_batches_that_a_loader_has_fetched_in_advance_do_not_count(kind: str, workers: int) -> None:
-    loaders: dict[str, Any] = {"torch": DataLoader}
-    if kind == "torchdata":
-        loaders[kind] = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     one = ckpt.ElasticSampler(range(40))
     seen: list[int] = []
     state = one.state_dict()
     while len(seen) < 60:
         one = ckpt.ElasticSampler(range(40))
         one.load_state_dict(state)
-        loader = loaders[kind](range(40), batch_size=4, sampler=one, num_workers=workers)
+        loader = loader_of(kind)(range(40), batch_size=4, sampler=one, num_workers=workers)
         for batch in itertools.islice(one.batches(loader), 3):
             seen += batch.tolist()
             state = one.state_dict()
     assert seen == [*itertools.islice(stream(40), len(seen))]
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+@pytest.mark.parametrize("kind", ["torch", "torchdata"])
+def test_a_run_that_goes_on_within_an_epoch_has_the_random_numbers_of_an_undisturbed_one(
+    kind: str,
+) -> None:
+    def draws(state: dict[str, Any] | None, steps: int) -> tuple[list[float], dict[str, Any]]:
+        """What each step draws, and the state after some of them."""
+        sampler, found = ckpt.ElasticSampler(range(10), seed=3), []
+        loader = loader_of(kind)(range(10), batch_size=2, sampler=sampler)
+        if state is not None:
+            sampler.load_state_dict(state["sampler"])
+            torch.set_rng_state(state["rng"])
+        while True:
+            for _ in sampler.batches(loader):
+                found.append(float(torch.rand(())))
+                if len(found) == steps:
+                    return found, {"sampler": sampler.state_dict(), "rng": torch.get_rng_state()}
+
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(5)
+        begin = torch.get_rng_state()
+        undisturbed, _ = draws(None, 8)
+        for stop in (1, 3, 4, 5, 7):
+            torch.set_rng_state(begin)
+            before, state = draws(None, stop)
+            torch.manual_seed(6)
+            after, _ = draws(state, 8 - stop)
+            assert before + after == undisturbed
 
 
 def test_it_is_an_entry_of_a_state(tmp_path: Path) -> None:

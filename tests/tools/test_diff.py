@@ -12,7 +12,8 @@ def test_a_checkpoint_is_equal_to_its_copy(run, saved, tmp_path):
     ended = run("diff", saved, tmp_path / "copy")
     assert ended.code == ExitCode.FINE
     assert ended.out == (
-        "no difference: 4 tensors, 276 B compared, 276 B of them by checksums alone\n"
+        "no difference: 4 tensors, 276 B compared, 276 B of them by recorded checksums "
+        "(--read-all reads them)\n"
     )
     assert run("diff", "--read-all", saved, tmp_path / "copy").out == (
         "no difference: 4 tensors, 276 B compared\n"
@@ -119,9 +120,15 @@ def test_names_below_one_prefix_are_told_with_the_option_that_compares_them(run,
         assert run("diff", tmp_path / a, tmp_path / b, *option).code == ExitCode.FINE
     save(tmp_path / "other", {"v": torch.ones(2)})
     assert "note" not in run("diff", tmp_path / "plain", tmp_path / "other").out
-    save(tmp_path / "base", {"model": weights, "head": torch.ones(2)})  # --select would change both
-    save(tmp_path / "beside", {"model": {"model": weights, "head": torch.ones(2)}, "ema": weights})
-    assert "note" not in run("diff", tmp_path / "base", tmp_path / "beside").out
+    base = {"model": weights, "head": torch.ones(2)}  # --select would change both
+    save(tmp_path / "base", base)
+    save(tmp_path / "beside", {"model": base, "ema": weights, "emb": torch.ones(2)})
+    told = "--rename model= --exclude 'ema*' --exclude 'emb*'"
+    assert f"model; {told} compares them" in run("diff", tmp_path / "beside", tmp_path / "base").out
+    options = told.replace("'", "").split()
+    assert run("diff", tmp_path / "beside", tmp_path / "base", *options).code == ExitCode.FINE
+    save(tmp_path / "mixed", {"model": base, "head": weights})  # whose names both sides have
+    assert "note" not in run("diff", tmp_path / "mixed", tmp_path / "base").out
 
 
 def test_values_are_left_alone_when_told(run, tmp_path):
