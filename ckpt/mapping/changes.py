@@ -266,7 +266,9 @@ def _renames(rename: Mapping[str, str], where: str) -> TensorMapping:
 
 
 def _config_parameters(mapping: TensorMapping, config: Mapping[str, object]) -> dict[str, int]:
-    """Returns the parameters of a mapping that a model's configuration has."""
+    """Returns the parameters of a mapping that a model's configuration has, or its text model's."""
+    text = config.get("text_config")
+    config = {**text, **config} if isinstance(text, dict) else config
     found: dict[str, int] = {}
     for name, keys in mapping.parameters.items():
         values = [config[key] for key in keys if config.get(key) is not None]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import ckpt
 from ckpt.mapping.changes import find_mapping, mapping_names
 from ckpt.mapping.rules import Rule, TensorMapping, parse_mapping
 from sharding.errors import ArgumentError
+from tests.conftest import Cluster
+from tests.mapping.shards import differing_shards
 
 TORCHTITAN = Path(__file__).parents[1] / "data" / "torchtitan"
 HF = TensorMapping("hf", (Rule(("hf",), ("",)),))
@@ -57,6 +60,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "v_head_dim": 8,
         },
     ),
+    "gpt-oss": (
+        "GptOss",
+        SIZES
+        | {"head_dim": 16, "num_local_experts": 3, "num_experts_per_tok": 2}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "llama-4": (
+        "Llama4",
+        SIZES
+        | {"head_dim": 8, "num_local_experts": 3, "intermediate_size_mlp": 96}
+        | {"interleave_moe_layer_step": 2, "tie_word_embeddings": False},
+    ),
     "gpt2": (
         "GPT2",
         {
@@ -87,6 +102,8 @@ CASES = [
     ("mistral", "llama-hf-megatron"),
     ("qwen3-moe", "qwen3moe-hf-megatron"),
     ("deepseek", "deepseekv3-hf-torchtitan"),
+    ("gpt-oss", "gptoss-hf-torchtitan"),
+    ("llama-4", "llama4-hf-torchtitan"),
 ]
 
 
@@ -137,6 +154,36 @@ def test_torchtitan_s_own_adapter_made_the_same_tensors(
     )
     assert_equal(converted(tmp_path, hf, mapping), titan)
     assert_equal(converted(tmp_path, titan, turned(mapping)), hf)
+
+
+NAMES_03 = json.loads((TORCHTITAN / "names-0.3.json").read_text())
+
+
+@pytest.mark.parametrize("file", ["llama", "qwen3", "qwen3-moe", "deepseek"])
+def test_torchtitan_0_3_has_the_same_tensors_under_other_names(file: str, tmp_path: Path) -> None:
+    every = load_file(TORCHTITAN / f"{file}.safetensors")
+    titan = {name[11:]: one for name, one in every.items() if name.startswith("torchtitan.")}
+    found = converted(tmp_path, titan, "torchtitan-02-03")
+    assert {name: int(tensor.flatten()[0]) for name, tensor in found.items()} == NAMES_03[file]
+    assert_equal(converted(tmp_path, found, "torchtitan-03-02"), titan)
+
+
+def test_gpt_oss_of_torchtitan_0_3_has_names_of_hugging_face(tmp_path: Path) -> None:
+    state = {
+        name: torch.zeros([min(size, 4) for size in shape])
+        for name, shape in NAMES_03["gpt-oss"].items()
+    }
+    source, target = tmp_path / "titan.safetensors", tmp_path / "hf.safetensors"
+    save_file(state, source)
+    ckpt.convert(source, target, mapping=["torchtitan-03-02", "gptoss-torchtitan-hf"])
+    experts = "model.layers.0.mlp.experts"
+    assert {f"{experts}.gate_up_proj", f"{experts}.down_proj_bias"} < set(load_file(target))
+    assert (
+        ckpt.convert(
+            target, tmp_path / "b.pt", mapping=["gptoss-hf-torchtitan", "torchtitan-02-03"]
+        ).tensors
+        == len(state) - 1
+    )  # all but the bias that balances experts
 
 
 def megatron_s(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -204,7 +251,8 @@ def test_auto_names_the_mappings_that_it_cannot_choose_from(tmp_path: Path) -> N
     hf = {name[3:]: tensor for name, tensor in every.items() if name.startswith("hf.")}
     save_file(hf, tmp_path / "model.safetensors")
     config, there = tmp_path / "config.json", tmp_path / "there.pt"
-    config.write_text('{"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2}')
+    sizes = '{"num_attention_heads": 4, "num_key_value_heads": 2}'
+    config.write_text(f'{{"model_type": "llama", "text_config": {sizes}}}')
     with pytest.raises(ArgumentError, match="name one: llama-hf-megatron, llama-hf-torchtitan"):
         ckpt.convert(tmp_path, there, mapping="auto")
     with pytest.raises(ArgumentError, match=r"fits:\nllama-megatron-hf: .*has no rule for"):
@@ -249,7 +297,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ending = "LMHeadModel" if prefix == "GPT2" else "ForCausalLM"
         torch.manual_seed(0)
         model = getattr(transformers, prefix + ending)(
-            getattr(transformers, f"{prefix}Config")(**sizes)
+            getattr(transformers, prefix + ending).config_class(**sizes)
         )
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter)
@@ -272,6 +320,25 @@ def test_a_real_model_comes_back_to_the_bit(
     )
     assert (set(found.only_a), set(found.only_b)) == (set(), extra)
     assert not found.tensors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("model", "mapping"), CASES)
+def test_ranks_load_their_shards_of_a_real_model(
+    pretrained: dict[str, Path],
+    clusters: Callable[[int], Cluster],
+    tmp_path: Path,
+    model: str,
+    mapping: str,
+    ranks: int,
+) -> None:
+    there, sizes = tmp_path / "there.pt", heads_of(mapping)
+    ckpt.convert(pretrained[model], there, mapping=mapping)
+    found = clusters(ranks).run(differing_shards, pretrained[model], there, [mapping], sizes)
+    assert found == [[]] * ranks
+    back = clusters(ranks).run(differing_shards, there, pretrained[model], [turned(mapping)], sizes)
+    assert back == [[]] * ranks
 
 
 @pytest.mark.thorough

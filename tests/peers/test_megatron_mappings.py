@@ -13,14 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
 import ckpt
 from ckpt.mapping.rules import Rule, TensorMapping
 from tests.conftest import Cluster
+from tests.mapping.shards import differing_shards
 
 pytest.importorskip("megatron.core", reason="make test-peers installs Megatron-core")
 transformers = pytest.importorskip("transformers", reason="the owner of the weights")
@@ -357,26 +355,6 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path, parallel_st
         torch.testing.assert_close(
             there(ids, places, mask), model(ids).logits, atol=5e-5, rtol=1e-4
         )
-
-
-def differing_shards(
-    source: Path, wanted: Path, mapping: list[str], parameters: dict[str, int]
-) -> list[str]:
-    """The tensors whose shards, loaded from a source by a mapping, are not those wanted."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    with ckpt.open(wanted) as found:
-        whole = {name: handle[...] for name, handle in found.items()}
-    target: dict[str, Any] = {
-        name: distribute_tensor(torch.zeros_like(tensor), mesh, [Shard(0)])
-        for name, tensor in whole.items()
-    }
-    ckpt.load(source, target, mapping=mapping, parameters=parameters)
-    parts = {name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in whole.items()}
-    return [
-        name
-        for name, one in parts.items()
-        if not torch.equal(one.to_local(), target[name].to_local())
-    ]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
