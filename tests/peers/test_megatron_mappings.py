@@ -422,7 +422,7 @@ def leaves_of(nest: Any) -> Iterator[Any]:
         yield nest
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "qwen3-moe", "deepseek", "glm-4.5", "gpt-oss"])
 def test_a_torch_dist_folder_becomes_the_hugging_face_folder(
     name: str, tmp_path: Path, parallel_state: None
 ) -> None:
@@ -438,12 +438,14 @@ def test_a_torch_dist_folder_becomes_the_hugging_face_folder(
     model_name = mapping.split("-")[0]
     norms = [LOCAL_NORMS] if "num_moe_experts" in options else []
     between = ["megatron-dist-layers", *norms, f"{model_name}-megatron-hf"]
+    if "moe_layer_freq" in options:
+        between = ["megatron-dist-experts", "megatron-local-te", between[-1]]
     ckpt.convert(
         tmp_path / "dist",
         tmp_path / "back",
         to="hf",
         mapping=between,
-        parameters={"heads": HEADS, "kv_heads": GROUPS},
+        parameters=None if name == "deepseek" else {"heads": HEADS, "kv_heads": GROUPS},
         verify=True,
     )
     assert ckpt.diff(tmp_path / "hf", tmp_path / "back").equal
