@@ -168,6 +168,18 @@ def test_torchtitan_0_3_has_the_same_tensors_under_other_names(file: str, tmp_pa
     assert_equal(converted(tmp_path, found, "torchtitan-03-02"), titan)
 
 
+def test_grouped_experts_of_megatron_have_the_weights_of_an_mlp_each(tmp_path: Path) -> None:
+    every = load_file(TORCHTITAN / "deepseek.safetensors")
+    hf = {name[3:]: tensor for name, tensor in every.items() if name.startswith("hf.")}
+    apart = converted(tmp_path, hf, "deepseekv3-hf-megatron")
+    grouped = converted(tmp_path, apart, "megatron-experts-grouped")
+    one = "decoder.layers.1.mlp.experts"  # the names of Megatron-Bridge 0.3
+    own, there = f"{one}.local_experts.2.linear_fc1.weight", f"{one}.linear_fc1.weight2"
+    assert torch.equal(grouped[there], apart[own])
+    assert_equal(converted(tmp_path, grouped, "megatron-grouped-experts"), apart)
+    assert_equal(converted(tmp_path, apart, "deepseekv3-megatron-hf"), hf)
+
+
 def test_gpt_oss_of_torchtitan_0_3_has_names_of_hugging_face(tmp_path: Path) -> None:
     state = {
         name: torch.zeros([min(size, 4) for size in shape])
