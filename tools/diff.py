@@ -239,7 +239,10 @@ def _lines(found: Comparison, is_verbose: bool) -> Iterator[str]:
     parts = (
         [colour(f"- {printable(name)}: only in A", "removed") for name in found.only_a],
         [colour(f"+ {printable(name)}: only in B", "added") for name in found.only_b],
-        [_tensor_line(one) for one in sorted(others, key=size_order)],
+        [
+            colour(f"! {printable(one.name)}: {printable(one.detail)}", "changed")
+            for one in sorted(others, key=size_order)
+        ],
         [_value_line(value) for value in found.values],
         [_structure_line(one) for one in found.structure],
     )
@@ -260,10 +263,6 @@ def _lines(found: Comparison, is_verbose: bool) -> Iterator[str]:
 def _largest(differing: Sequence[TensorDifference]) -> TensorDifference:
     """Returns the largest difference; that of a single number, such as a step, only if need be."""
     return max(differing, key=lambda one: (one.elements > 1, one.max_abs))
-
-
-def _tensor_line(one: TensorDifference) -> str:
-    return colour(f"! {printable(one.name)}: {printable(one.detail)}", "changed")
 
 
 def _structure_line(one: StructureDifference) -> str:

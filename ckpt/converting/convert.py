@@ -2,9 +2,9 @@
 
 Rules:
 
-1. A file or checkpoint at the target is an error unless `overwrite` (`ckpt.converting.targets`),
-   also if it appears during the conversion. The new checkpoint appears as a whole, and the old one
-   stays until then (`ckpt.converting.targets`).
+1. A file or checkpoint at the target is an error unless `overwrite`, also if it appears during the
+   conversion. The new checkpoint appears as a whole, and the old one stays until then
+   (`ckpt.converting.targets`).
 2. A conversion holds a few blocks in memory, whatever the size of a tensor or the model. The files
    of each format are planned (`formats.catalog`), and copied by several threads
    (`ckpt.transfer.copy_files`) or ranks (`ckpt.transfer.copy_shares`).
@@ -39,7 +39,9 @@ from ckpt.converting.target_formats import (
     check_values,
     format_of,
     losses,
+    of_weights,
     omissions,
+    prefix_of_model,
 )
 from ckpt.converting.targets import (
     Journal,
@@ -52,7 +54,7 @@ from ckpt.converting.targets import (
     partial_folder,
 )
 from ckpt.mapping.apply import Mapped
-from ckpt.mapping.changes import Changes, MappingName, Part, place_of_model, place_of_module
+from ckpt.mapping.changes import Changes, MappingName, Part
 from ckpt.mapping.model_files import ModelFiles, base_name_of, config_of, plans_of
 from ckpt.opening.sources import Source, open_source
 from ckpt.state.patterns import Casts
@@ -65,9 +67,7 @@ from formats.catalog import (
     OpaqueValue,
     Outgoing,
     TensorRef,
-    Tree,
     iter_leaves,
-    join,
     without_opaque,
 )
 from formats.dtypes import DType
@@ -342,8 +342,8 @@ def convert(
         target.check_has_shards()
     ranks = None if group == SELF else Ranks(group)
     is_first = ranks is None or ranks.rank == 0
-    with call_together(ranks) as told, ExitStack() as stack:
-        told.doing("reading the source")
+    with call_together(ranks) as call, ExitStack() as stack:
+        call.doing("reading the source")
         is_sum = isinstance(src, WeightedSum)
         opening = src.opened if isinstance(src, WeightedSum) else partial(open_source, src)
         source = stack.enter_context(opening(storage_options))
@@ -354,14 +354,14 @@ def convert(
         files = changes.model_files(source) if target.format is Format.HUGGINGFACE else None
         if files is not None and changes.config is None and changes.keeps_model(source):
             source = replace(source, catalog=with_modules(source.store, source.catalog))
-        counted = _count_bytes(progress, told)
+        counted = _count_bytes(progress, call)
         described = target.describe(source, changes, files, casts, allow_loss, counted)
-        found, state, opaque = described.found, described.state, described.opaque
+        found, state = described.found, described.state
         if is_sum:
             check_has_sum(source, found.catalog)
-        lost, untied = described.lost, target.unties(files)
+        untied = target.unties(files)
         if not dry_run:
-            told.doing("writing")
+            call.doing("writing")
         if not dry_run and resume:
             plans = target.plans(state, files, casts)
             total = src if isinstance(src, WeightedSum) else None
@@ -371,7 +371,7 @@ def convert(
         elif not dry_run:
             target.write(ranks, state, files, casts)
         if verify and not dry_run and is_first:
-            told.doing("verifying")
+            call.doing("verifying")
             wanted = outgoing(source.url, source.store, found.catalog, casts, None, untied)
             with open_source(target.url, target.options) as result:
                 whole = with_modules(result.store, result.catalog)
@@ -387,29 +387,29 @@ def convert(
             target_format=target.format.value,
             tensors=len(state.tensors),
             nbytes=sum(tensor.nbytes for tensor in state.tensors.values()),
-            left_out=(*opaque, *omissions(target.format, state)),
+            left_out=(*described.opaque, *omissions(target.format, state)),
             kind=None if divided is None else divided.value,
             world_size=number,
             became_text=became_text(target.format, state),
             not_cast=_not_cast(casts, state),
             beside=beside,
             weights=(changes.module or "") if beside else "",
-            lost=lost,
+            lost=described.lost,
             tied=tuple(state.aliases) if target.format.is_of_weights else (),
             model_files=None if files is None else tuple(files.content),
             not_copied=() if files is None else files.left,
-            prefix=_prefix_of_model(changes, source, target.format, state),
+            prefix=prefix_of_model(changes, source, target.format, state),
             plan=conversion_plan(found, casts, target.memory_bytes(state), untied),
         )
 
 
-def _count_bytes(progress: Progress | None, told: Ranks | Clock) -> Progress | None:
+def _count_bytes(progress: Progress | None, call: Ranks | Clock) -> Progress | None:
     """Returns the function for numbers of bytes, which also counts them for `ckpt.events`."""
-    if not told.is_observed:
+    if not call.is_observed:
         return progress
 
     def advance(nbytes: int) -> None:
-        told.count(nbytes)
+        call.count(nbytes)
         if progress is not None:
             progress(nbytes)
 
@@ -506,7 +506,14 @@ class Target:
         `is_located` is as for `outgoing`. Without an `allow_loss` the losses are known.
         """
         changed = changes.apply(source)
-        found, opaque = _without_opaque(source.url, changed)
+        tree, opaque = without_opaque(changed.catalog.tree)
+        if isinstance(changed.catalog.tree, OpaqueValue):
+            raise UnsupportedError(
+                f"{source.url}: it has no tensors and values, only {changed.catalog.tree}, an "
+                "object that is shown and never made; load it where its class is known, and save "
+                "its state_dict()"
+            )
+        found = replace(changed, catalog=replace(changed.catalog, tree=tree))
         where, untied = (source.url, source.store), self.unties(files)
         state = outgoing(*where, found.catalog, casts, progress, untied, is_located)
         if allow_loss is None:
@@ -588,53 +595,6 @@ class Target:
 def dtypes_of(state: Outgoing) -> set[DType]:
     """Returns the dtypes of the written tensors."""
     return {tensor.dtype for tensor in state.tensors.values()}
-
-
-def of_weights(changes: Changes, source: Source, chosen: Format) -> tuple[Changes, tuple[str, ...]]:
-    """Returns the changes with the place of the weights, and the keys beside it.
-
-    They are unchanged if the caller named a part, or the format holds more than weights. A Hugging
-    Face folder gets one model alone, unless the caller named tensors (`place_of_module`).
-    """
-    weights = source.catalog.weights
-    is_named = changes.select is not None or changes.part is not None
-    if chosen is Format.HUGGINGFACE and not weights and not is_named and not changes.names_tensors:
-        weights = place_of_module(source.catalog, without_secrets(source.url))
-    if is_named or not chosen.is_of_weights or not weights:
-        return changes, ()
-    beside = tuple(_beside(source.catalog.tree, weights))
-    return replace(changes, select=weights, module=weights), beside
-
-
-def _prefix_of_model(changes: Changes, source: Source, chosen: Format, state: Outgoing) -> str:
-    """Returns the key path with which the names of the model begin; empty in a format of states."""
-    place = place_of_model(source.catalog)
-    is_named = changes.select is not None or changes.part is not None
-    if is_named or not chosen.is_of_weights or not place:
-        return ""
-    return place if any(name.startswith(f"{place}.") for name in state.tensors) else ""
-
-
-def _without_opaque(url: str, found: Mapped) -> tuple[Mapped, tuple[str, ...]]:
-    """Returns what is converted without opaque values, and their names."""
-    tree, names = without_opaque(found.catalog.tree)
-    if isinstance(found.catalog.tree, OpaqueValue):
-        raise UnsupportedError(
-            f"{url}: it has no tensors and values, only {found.catalog.tree}, an object that is "
-            "shown and never made; load it where its class is known, and save its state_dict()"
-        )
-    return replace(found, catalog=replace(found.catalog, tree=tree)), names
-
-
-def _beside(tree: Tree, place: str, path: str = "") -> Iterator[str]:
-    """Yields the key paths of the outermost entries that neither are nor hold the place."""
-    entries = tree.items() if isinstance(tree, dict) else ()
-    for key, item in entries:
-        name = join(path, key)
-        if place.startswith(f"{name}."):
-            yield from _beside(item, place, name)
-        elif name != place:
-            yield name
 
 
 def _not_cast(casts: Casts, state: Outgoing) -> tuple[str, ...]:

@@ -29,8 +29,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from ckpt.arguments import DtypeName, FormatName
-from ckpt.converting.convert import Described, Target, dtypes_of, of_weights
-from ckpt.converting.target_formats import Format, format_of
+from ckpt.converting.convert import Described, Target, dtypes_of
+from ckpt.converting.target_formats import Format, format_of, of_weights
 from ckpt.converting.targets import NewFiles
 from ckpt.errors import StoreError
 from ckpt.mapping.changes import Changes, MappingName, Part, named_mapping

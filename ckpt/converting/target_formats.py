@@ -17,10 +17,11 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 
 from ckpt.errors import CkptError, NotACheckpointError
-from ckpt.mapping.changes import Changes, place_of_model, weights_beside
+from ckpt.mapping.changes import Changes, place_of_model, place_of_module, weights_beside
 from ckpt.mapping.model_files import CONFIG, ModelFiles, config_of, folder_of
 from ckpt.opening.sources import Source, open_source
 from formats import gguf, npz
@@ -97,6 +98,42 @@ def _check_ending(target: str) -> None:
         f"{without_secrets(target)} ends with {ending}, which is {what}; end it with "
         f"{', '.join(WRITTEN)}, or name the folder's format (to='ckpt')"
     )
+
+
+def of_weights(changes: Changes, source: Source, chosen: Format) -> tuple[Changes, tuple[str, ...]]:
+    """Returns the changes with the place of the weights, and the keys beside it.
+
+    They are unchanged if the caller named a part, or the format holds more than weights. A Hugging
+    Face folder gets one model alone, unless the caller named tensors (`place_of_module`).
+    """
+    weights = source.catalog.weights
+    is_named = changes.select is not None or changes.part is not None
+    if chosen is Format.HUGGINGFACE and not weights and not is_named and not changes.names_tensors:
+        weights = place_of_module(source.catalog, without_secrets(source.url))
+    if is_named or not chosen.is_of_weights or not weights:
+        return changes, ()
+    beside = tuple(_beside(source.catalog.tree, weights))
+    return replace(changes, select=weights, module=weights), beside
+
+
+def prefix_of_model(changes: Changes, source: Source, chosen: Format, state: Outgoing) -> str:
+    """Returns the key path with which the names of the model begin; empty in a format of states."""
+    place = place_of_model(source.catalog)
+    is_named = changes.select is not None or changes.part is not None
+    if is_named or not chosen.is_of_weights or not place:
+        return ""
+    return place if any(name.startswith(f"{place}.") for name in state.tensors) else ""
+
+
+def _beside(tree: Tree, place: str, path: str = "") -> Iterator[str]:
+    """Yields the key paths of the outermost entries that neither are nor hold the place."""
+    entries = tree.items() if isinstance(tree, dict) else ()
+    for key, item in entries:
+        name = join(path, key)
+        if place.startswith(f"{name}."):
+            yield from _beside(item, place, name)
+        elif name != place:
+            yield name
 
 
 def omissions(chosen: Format, state: Outgoing) -> tuple[str, ...]:

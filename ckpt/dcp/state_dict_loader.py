@@ -193,7 +193,11 @@ def _parts(nests: dict[str, Any], planner: DefaultLoadPlanner) -> dict[str, obje
     taking = DefaultSavePlanner(planner.flatten_state_dict, planner.flatten_sharded_tensors)
     try:
         taking.set_up_planner(nests)
-        real = {name: leaf for name, leaf in taking.state_dict.items() if _is_meta(leaf)}
+        real = {
+            name: leaf
+            for name, leaf in taking.state_dict.items()
+            if isinstance(leaf, torch.Tensor) and leaf.is_meta
+        }
         if real:
             DefaultLoadPlanner().set_up_planner(real)
     except ValueError as error:
@@ -216,10 +220,6 @@ def _has_stateful(leaf: object) -> bool:
     if isinstance(leaf, list | tuple):
         return any(map(_has_stateful, leaf))
     return isinstance(leaf, Stateful)
-
-
-def _is_meta(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_meta
 
 
 def _install(state_dict: dict[str, Any], target: _Target) -> None:

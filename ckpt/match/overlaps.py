@@ -102,7 +102,9 @@ def find_shared_memory(
             )
             is_copied = array is not None or first.target in copied
             if first is not item and (
-                is_copied or not _takes_the_same(first, first_local, item, local)
+                is_copied
+                or first.source != item.source  # not filled from one record, in equal views
+                or not is_same_view(first_local, local)
             ):
                 overlaps.append((first, item))  # both have the first byte
             if (
@@ -158,13 +160,6 @@ def _of_a_copy(name: str, other: str) -> Difference:
         "one with a negative stride; give it memory of its own by copy(), or leave one of the two "
         "out with exclude=",
     )
-
-
-def _takes_the_same(
-    one: LoadItem, here: torch.Tensor, other: LoadItem, there: torch.Tensor
-) -> bool:
-    """Whether two tensors at one address have equal views, filled from one record."""
-    return one.source == other.source and is_same_view(here, there)
 
 
 def is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -94,9 +94,9 @@ def was_deleted(
         try:
             data = read_manifest(store)
         except (FileNotFoundError, NotADirectoryError) as error:
-            if missing_ok and _is_missing(url, store, options):
-                return False
             entries = store.entries()
+            if missing_ok and not is_file(url, options) and sign_of_another_format(entries) is None:
+                return False
             advice = advice_at(store, entries)
             if any(map(is_shard, entries)):
                 advice = ", but files of an unfinished save, or of one under way: see `ckpt gc`"
@@ -155,11 +155,6 @@ def _check_unpinned(url: str, options: Options) -> None:
             f"{url}: it is pinned as {pin!r}, so that nothing removes it: remove the pin first, by "
             f"`ckpt pin --remove {join_url(above, name)} {pin}` or Checkpointer.unpin"
         )
-
-
-def _is_missing(url: str | os.PathLike[str], store: Store, options: Options) -> bool:
-    """Whether a place without a manifest is neither a file nor a checkpoint of another format."""
-    return not is_file(url, options) and sign_of_another_format(store.entries()) is None
 
 
 def delete_step(

@@ -142,7 +142,6 @@ class Checkpointer(Uncopied):
                 call of `save`, due or not, unless an optimizer has begun a step since. Other ranks
                 must leave by an exception too, within `deadline` or 30 seconds; else nothing is
                 saved (docs/runs.md).
-
             also: a second output of checkpoints, as that of `ckpt.save`, with `{step}` in its
                 place: `ckpt.HuggingFace("hf/step-{step}")`. One that fails, also because its place
                 is taken, is a warning. `keep` removes none. The save after a signal or an exception
@@ -277,8 +276,9 @@ class Checkpointer(Uncopied):
         if self._given is not None:
             self._given.note(step, state, metrics, metadata, dtype)
         is_due = force or self._due.at(step, self._end_by)
-        tier = None if is_due else self._local_due(step)
-        memory = self._memory
+        tier, memory = self._local, self._memory
+        if tier is not None and (is_due or self._due.preempted_by or not tier.is_due(step)):
+            tier = None
         if memory is not None and not is_due and not memory.is_due(step):
             memory = None
         if not is_due and tier is None and memory is None:
@@ -342,11 +342,6 @@ class Checkpointer(Uncopied):
             step, last_given.state, last_given.metrics, True, metadata=metadata, dtype=dtype
         ):
             self._ranks.warn(f"step {step} is saved after {kind}")
-
-    def _local_due(self, step: int) -> LocalTier | None:
-        """Returns the tier of this host if a local checkpoint is due at this step."""
-        is_due = self._local is not None and self._local.is_due(step)
-        return self._local if is_due and self._due.preempted_by is None else None
 
     def should_save(self, step: int) -> bool:
         """Returns whether a checkpoint is due at this step. All ranks call this."""

@@ -279,7 +279,11 @@ def wait_for(tensor: torch.Tensor) -> torch.Tensor:
 
 def kind_problem(tensor: torch.Tensor) -> str | None:
     """Returns why a tensor of this kind cannot be stored or filled, with advice; None if it can."""
-    if type(tensor) in ORDINARY and _is_dense(tensor):
+    if (
+        type(tensor) in ORDINARY
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_quantized)
+    ):
         return None
     if is_lazy(tensor):
         return "a lazy module has no values yet; run it once"
@@ -357,11 +361,6 @@ def memory_problem(local: torch.Tensor) -> str | None:
             "store a clone() that is made outside of torch's tracing"
         )
     return None
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether an ordinary tensor is neither sparse, nested nor quantised."""
-    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
 
 
 def _answers_for_itself(tensor: torch.Tensor) -> bool:

@@ -317,13 +317,10 @@ def outline(tree: Tree, values: list[object]) -> object:
         if _are_groups(tree):
             items += map(_members, tree)
         return items if isinstance(tree, list) else tuple(items)
-    values.append(_to_marshal(tree))
+    # marshal accepts plain values; dtypes and typed values become text.
+    is_text = (DType, TypedValue)
+    values.append(map_tree(tree, lambda v: (..., str(v)) if isinstance(v, is_text) else v))
     return None
-
-
-def _to_marshal(value: Tree) -> object:
-    """Returns a plain value in a form that marshal accepts: dtypes and typed values become text."""
-    return map_tree(value, lambda v: (..., str(v)) if isinstance(v, DType | TypedValue) else v)
 
 
 def without_tensors(tree: Tree) -> Tree:

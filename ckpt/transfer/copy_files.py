@@ -274,7 +274,8 @@ class _FileCopy:
         self._sizes = [part.nbytes for part in plan.parts if isinstance(part, OutgoingTensor)]
         self._units = copier.units(plan)
         self._nbytes = sum(map(length_of, plan.parts))
-        self._sums = sums_of(plan) if is_summed else None
+        kind = ChunkSums if plan.chunk_bytes else Crc32Sums
+        self._sums = kind(plan) if is_summed else None
         self._taking = threading.Lock()
         self._changed = threading.Condition()
         """Notified after each unit; guards the attributes below."""
@@ -568,8 +569,3 @@ class ChunkSums(TensorSums[_ChunkRun]):
             return None
         self._tensors.pop(tensor, None)
         return b"" if found is None else b"".join([found.records[at] for at in range(count)])
-
-
-def sums_of(plan: FilePlan) -> Crc32Sums | ChunkSums:
-    """Returns the checksums to take for a file."""
-    return ChunkSums(plan) if plan.chunk_bytes else Crc32Sums(plan)

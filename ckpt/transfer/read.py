@@ -17,8 +17,8 @@ Rules:
 
 [Note: unchanged chunks]
 Chunks that the target has already are left out, by their checksums: a live state of which little
-has changed since the last load need not travel whole. The bytes in
-the target's memory are hashed, and a chunk with the checksum of the table is not read.
+has changed since the last load need not travel whole. The bytes in the target's memory are hashed,
+and a chunk with the checksum of the table is not read.
 
 Rules:
 
@@ -208,8 +208,8 @@ class RangeReader:
     def __init__(self, reader: Reader, sums: RecordSums, policy: ReadPolicy | None = None) -> None:
         """`sums` decides on verification, and knows the reads of records by other readers."""
         policy = ReadPolicy.within(memory_budget(), reader) if policy is None else policy
-        self._reader = self.reader = reader
-        self._sums = self.sums = sums
+        self.reader = reader
+        self.sums = sums
         self._policy = policy
         self._workers, self._limits = policy.workers, policy.limits
         self._unchanged, self._share = policy.unchanged, policy.share
@@ -224,7 +224,7 @@ class RangeReader:
         progress: Progress | None = None,
     ) -> None:
         """Fulfils all requests; `targets` has memory by number. Raises as `read_requests` does."""
-        ranges = byte_ranges_of(requests, bool(self._sums.verify), self._limits)
+        ranges = byte_ranges_of(requests, bool(self.sums.verify), self._limits)
         self.read(ranges, targets, progress)
 
     def finish(self, progress: Progress | None = None) -> None:
@@ -233,18 +233,18 @@ class RangeReader:
         Called once all requests are fulfilled. Raises as `read_requests` does.
         """
         most = min(self._limits.read_bytes, self._limits.scratch_bytes)
-        self.read(self._sums.rest(most), (), progress)
+        self.read(self.sums.rest(most), (), progress)
 
     def read(
         self, ranges: list[ByteRange], targets: Targets, progress: Progress | None = None
     ) -> None:
         """Reads byte ranges, in the order of the files. Raises as `read_requests` does."""
         call = _Call(targets)
-        self._read_all(ranges, call, progress)
+        self._read_groups(ranges, call, progress)
         for part, found in call.wrong:
             self._read_record_again(part, found, ranges, targets)
 
-    def _read_all(
+    def _read_groups(
         self, ranges: list[ByteRange], call: _Call, progress: Progress | None = None
     ) -> None:
         groups = groups_of(find_changed(ranges, call.targets, self._unchanged), self._limits)
@@ -260,7 +260,7 @@ class RangeReader:
         if nbytes < THREAD_BYTES:
             few = [*groups]
             groups = iter(few)
-            if self._reader.read_bytes <= LOCAL_READ_BYTES or len(few) < FAR_WORKERS:
+            if self.reader.read_bytes <= LOCAL_READ_BYTES or len(few) < FAR_WORKERS:
                 nbytes = 0
         if self._workers <= 1 or not nbytes:
             for group in groups:
@@ -286,17 +286,17 @@ class RangeReader:
             value, step = 0, min(self._limits.read_bytes, self._limits.scratch_bytes)
             for at in range(lo, hi, step):
                 data = self._buffer(min(step, hi - at))
-                self._reader.read_into(extent.file, at, data)
+                self.reader.read_into(extent.file, at, data)
                 value = crc32(data, value)
             return value
 
         place = extent.file, lo, hi
         is_right = extent.crc32.__eq__
-        if read_again(self._reader, place, found, crc32_of_record, is_right) is None:
-            raise changed_error(self._reader.url, extent, part.names, found)
+        if read_again(self.reader, place, found, crc32_of_record, is_right) is None:
+            raise changed_error(self.reader.url, extent, part.names, found)
         if not part.is_of_one_call:
             raise ChangedOnTheWayError(
-                f"{self._reader.url}/{extent.file}: {part.names}: bytes {lo}:{hi} were changed on "
+                f"{self.reader.url}/{extent.file}: {part.names}: bytes {lo}:{hi} were changed on "
                 "the way from the store, where they are right; nothing is damaged: begin again"
             )
         requests = {
@@ -305,7 +305,7 @@ class RangeReader:
             if byte_range.request.extent[:3] == extent[:3] and byte_range.request.target != NOWHERE
         }
         sums = RecordSums("all")
-        again = RangeReader(self._reader, sums, replace(self._policy, unchanged=Unchanged.READ))
+        again = RangeReader(self.reader, sums, replace(self._policy, unchanged=Unchanged.READ))
         again.run([*requests.values()], targets)
         again.finish()
 
@@ -315,7 +315,7 @@ class RangeReader:
 
         if self._misses >= MISSES:
             return group
-        left = apply_delta(self._reader, group, call.targets)
+        left = apply_delta(self.reader, group, call.targets)
         self._misses += MISSES if left is None else bool(left)
         return group if left is None else left
 
@@ -323,13 +323,13 @@ class RangeReader:
         """Reads, verifies and places one group."""
         first, targets = group[0], call.targets
         lo, hi = first.lo, max(byte_range.hi for byte_range in group)
-        lent = in_place(self._reader, first.file, lo, hi - lo)
+        lent = in_place(self.reader, first.file, lo, hi - lo)
         if lent is not None:
             with lent as stored:
                 for byte_range in group:
                     self._use(byte_range, stored[byte_range.lo - lo : byte_range.hi - lo], call)
         elif first.direct and len(group) == 1:
-            read = self._reader.read_into
+            read = self.reader.read_into
             self._fill(
                 first,
                 _own(first, targets),
@@ -370,18 +370,11 @@ class RangeReader:
                 at += part
             else:
                 buffers.append(part)
-        self._reader.read_into(first.file, first.lo, *buffers)
+        self.reader.read_into(first.file, first.lo, *buffers)
         for byte_range, place in zip(group, stored, strict=True):
-            data = (
-                scratch[place : place + byte_range.hi - byte_range.lo]
-                if isinstance(place, int)
-                else place
-            )
-            self._verify(byte_range, data, call)
-            if byte_range.box_copy is not None:
-                _place(
-                    byte_range, self._decode(byte_range, data), targets[byte_range.request.target]
-                )
+            if isinstance(place, int):
+                place = scratch[place : place + byte_range.hi - byte_range.lo]
+            self._verify_and_place(byte_range, place, call)
 
     def _use(self, byte_range: ByteRange, stored: memoryview, call: _Call) -> None:
         """Verifies and places one range whose bytes lie in memory."""
@@ -389,21 +382,18 @@ class RangeReader:
             direct_target = _own(byte_range, call.targets)
             self._fill(byte_range, direct_target, _copier(stored, direct_target), call)
             return
-        self._verify(byte_range, stored, call)
-        if byte_range.box_copy is not None:
-            _place(
-                byte_range,
-                self._decode(byte_range, stored),
-                call.targets[byte_range.request.target],
-            )
+        self._verify_and_place(byte_range, stored, call)
 
-    def _verify(self, byte_range: ByteRange, data: memoryview, call: _Call) -> None:
-        """Raises unless these are the bytes of the range."""
-        self._check(byte_range, byte_range.chunk, data)
-        part_sum = self._sums.part(byte_range.request, byte_range.lo, byte_range.hi, call.token)
-        if part_sum is not None:
-            part_sum.take(byte_range.lo, data)
-            self._compare(byte_range, part_sum, call)
+    def _verify_and_place(self, byte_range: ByteRange, stored: memoryview, call: _Call) -> None:
+        """Raises unless these are the bytes of the range; copies its box, if it has one."""
+        self._check(byte_range, byte_range.chunk, stored)
+        part = self.sums.part(byte_range.request, byte_range.lo, byte_range.hi, call.token)
+        if part is not None:
+            part.take(byte_range.lo, stored)
+            self._compare(part, call)
+        if byte_range.box_copy is not None:
+            target = call.targets[byte_range.request.target]
+            _place(byte_range, self._decode(byte_range, stored), target)
 
     def _fill(
         self,
@@ -416,15 +406,12 @@ class RangeReader:
 
         `read` fills memory with the bytes of the range from a place on.
         """
-        step, chunk, chunks = (
-            self._limits.read_bytes,
-            byte_range.chunk,
-            byte_range.request.extent.chunks,
-        )
+        step, chunk = self._limits.read_bytes, byte_range.chunk
+        chunks = byte_range.request.extent.chunks
         if chunk >= 0 and chunks is not None:
             step = max(1, step // chunks.chunk_bytes) * chunks.chunk_bytes
-        part = self._sums.part(byte_range.request, byte_range.lo, byte_range.hi, call.token)
-        if chunk < 0 and part is None and self._reader.read_bytes <= LOCAL_READ_BYTES:
+        part = self.sums.part(byte_range.request, byte_range.lo, byte_range.hi, call.token)
+        if chunk < 0 and part is None and self.reader.read_bytes <= LOCAL_READ_BYTES:
             step = len(target)  # nothing is compared, so no part has to stay in the cache
         for at in range(0, len(target), step):
             data = target[at : at + step]
@@ -434,7 +421,7 @@ class RangeReader:
             if chunk >= 0 and chunks is not None:
                 self._check(byte_range, chunk + at // chunks.chunk_bytes, data)
         if part is not None:
-            self._compare(byte_range, part, call)
+            self._compare(part, call)
 
     def _check(self, byte_range: ByteRange, first: int, stored: memoryview) -> None:
         """Raises unless these are the bytes of the extent's chunks from `first` on.
@@ -442,7 +429,7 @@ class RangeReader:
         A chunk that was only changed on the way is read again into its place.
         """
         chunks = byte_range.request.extent.chunks
-        if first < 0 or chunks is None or not self._sums.verify:
+        if first < 0 or chunks is None or not self.sums.verify:
             return
         extent, name = byte_range.request.extent, byte_range.request.name
         is_divided = self._share is not NOTHING_SHARED
@@ -454,7 +441,7 @@ class RangeReader:
                 lo += chunk.offset - chunks[index].offset
                 data = stored[lo : lo + chunk.stored_bytes]
                 if data.readonly or not self._read_chunk_again(extent.file, chunk, data):
-                    raise damage_error(self._reader.url, extent, name, chunk)
+                    raise damage_error(self.reader.url, extent, name, chunk)
                 index, lo = wrong + 1, lo + chunk.stored_bytes
                 if lo >= hi:
                     break
@@ -463,16 +450,16 @@ class RangeReader:
         """Reads the stored bytes of a chunk again. Returns whether they are right now."""
 
         def digest() -> bytes:
-            self._reader.read_into(file, chunk.offset, data)
+            self.reader.read_into(file, chunk.offset, data)
             return xxhash.xxh3_128_digest(data)
 
         place = file, chunk.offset, chunk.offset + chunk.stored_bytes
         first = xxhash.xxh3_128_digest(data)
-        return read_again(self._reader, place, first, digest, chunk.digest.__eq__) is not None
+        return read_again(self.reader, place, first, digest, chunk.digest.__eq__) is not None
 
-    def _compare(self, byte_range: ByteRange, part: Part, call: _Call) -> None:
+    def _compare(self, part: Part, call: _Call) -> None:
         """Notes a record that is not as it was written, if this part was its last."""
-        wrong = self._sums.wrong(part)
+        wrong = self.sums.wrong(part)
         if wrong is not None:
             call.wrong.append((part, wrong))
 
@@ -497,13 +484,13 @@ class RangeReader:
 
     def _buffer(self, nbytes: int, use: str = "stored") -> memoryview:
         """Returns this thread's scratch memory, aligned for any dtype; kept: new memory is slow."""
-        held: mmap | None = getattr(self._scratch, use, None)
-        if held is None or len(held) < nbytes:
-            held = None  # freed before the new memory is allocated
-            setattr(self._scratch, use, held)
-            held = mmap(-1, max(nbytes, SCRATCH_BYTES))
-            setattr(self._scratch, use, held)
-        return memoryview(held)[:nbytes]
+        memory: mmap | None = getattr(self._scratch, use, None)
+        if memory is None or len(memory) < nbytes:
+            memory = None  # freed before the new memory is allocated
+            setattr(self._scratch, use, memory)
+            memory = mmap(-1, max(nbytes, SCRATCH_BYTES))
+            setattr(self._scratch, use, memory)
+        return memoryview(memory)[:nbytes]
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,10 @@ class ReplicaHashes:
             Differing(names[at], layouts[at].mesh.lowest, tuple(others), more)
             for at, others, more in json.loads(zlib.decompress(answer))
         ]
-        nests = {_top(name) for name in tensors if _is_of_model(name)}
+        of_models = (
+            name for name in tensors if name.endswith((".weight", ".bias")) or ".state." in name
+        )
+        nests = {_top(name) for name in of_models}
         return sorted(found, key=lambda one: _interest(one.name, nests))
 
     def _read(self, leaves: Sequence[Leaf]) -> Bytes:
@@ -155,10 +158,6 @@ def _interest(name: str, nests: Collection[str]) -> int:
     if last.startswith("running_") or last == "num_batches_tracked":
         return 2
     return int(_top(name) in nests)
-
-
-def _is_of_model(name: str) -> bool:
-    return name.endswith((".weight", ".bias")) or ".state." in name
 
 
 def _top(name: str) -> str:

@@ -228,7 +228,7 @@ def local_parts(
     """
     found: dict[str, object] = {}
     records = dict(_by_key(state))
-    if not records and any(_is_flat_name(key) for key in state):
+    if not records and any(key.rpartition(".")[2].startswith("_flat_param") for key in state):
         raise ShardingError(
             "this local state dict has flat parameters and no _metadata with their parameters; "
             "keep the state dict as `state_dict()` made it, not its items in another dict"
@@ -369,10 +369,6 @@ def _by_key(state: Mapping[str, Any]) -> Iterator[tuple[str, _Entry]]:
             for index, names in enumerate(record["fqns"]):
                 for name in names:
                     yield f"{prefix}{name}", _Entry(record, prefix, index)
-
-
-def _is_flat_name(key: str) -> bool:
-    return key.rpartition(".")[2].startswith("_flat_param")
 
 
 _PLACEMENTS = {

@@ -123,7 +123,7 @@ class Composition:
         if not self.items:
             return "an exchange of nothing"
         first = self.items[0]
-        named = ", ".join(_format_item(item) for item in self.items[:SHOWN])
+        named = ", ".join(f"{item.name} (number {item.sequence})" for item in self.items[:SHOWN])
         left = len(self.items) - SHOWN
         more = f" and {left} more" if left > 0 else ""
         return f"the {_WORDS[first.purpose]} of {named}{more}"
@@ -162,10 +162,6 @@ def tag_of(digest: bytes, tensors: Sequence[torch.Tensor]) -> int:
 def _code(dtype: torch.dtype) -> int:
     """Returns a number for a dtype, the same in every process."""
     return int.from_bytes(blake2b(str(dtype).encode(), digest_size=8).digest(), "little")
-
-
-def _format_item(item: Item) -> str:
-    return f"{item.name} (number {item.sequence})"
 
 
 _numbers: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()

@@ -104,10 +104,13 @@ class EntryPoint:
         self.unit = make_flat_unit(module, owner, settings, self._prepare)
         self.forward_hooks = ForwardHooks(self.unit)
         devices = [param_group.device for param_group in self.unit.param_groups]
-        self.compute_device = devices[0] if devices else _device_without_parameters(settings)
+        self.compute_device = (
+            devices[0] if devices else compute_device([], device_given(settings.device_id, 0))
+        )
+        modules = {part for unit in units_of((module,)) for part in unit.modules} - {module}
         self.buffers = [
             (part, name)
-            for part in own_modules(module, settings.ignored_modules, _inner_modules(module))
+            for part in own_modules(module, settings.ignored_modules, modules)
             for name, buffer in part._buffers.items()
             if buffer is not None
         ]
@@ -303,14 +306,6 @@ def _check_homogeneous(instances: list[EntryPoint]) -> None:
             raise ArgumentError(
                 f"Expects one homogeneous value for {name} but got {sorted(values)}"
             )
-
-
-def _inner_modules(module: nn.Module) -> set[nn.Module]:
-    return {part for unit in units_of((module,)) for part in unit.modules if part is not module}
-
-
-def _device_without_parameters(settings: FlatSettings) -> torch.device:
-    return compute_device([], device_given(settings.device_id, 0))
 
 
 @dataclass(frozen=True, slots=True)

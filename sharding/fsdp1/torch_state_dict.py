@@ -201,7 +201,8 @@ def connect() -> None:
 
     def either_state(module: nn.Module) -> object:
         """Returns the object that shards a module; None if the module is not sharded."""
-        return _entry_point_of(module) or state_of(module)
+        own = (each for each in entry_points(module) if each.owner is module)
+        return next(own, None) or state_of(module)
 
     def either_names(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> set[str]:
         """Returns the names of a parameter, or of all in a flat one, without wrappers' parts."""
@@ -271,12 +272,6 @@ def _group_of(entry_point: EntryPoint) -> ProcessGroup | None:
     if entry_point.settings.strategy in HYBRID or not entry_point.unit.param_groups:
         return None
     return entry_point.unit.param_groups[0].groups.group
-
-
-def _entry_point_of(module: nn.Module) -> EntryPoint | None:
-    return next(
-        (entry_point for entry_point in entry_points(module) if entry_point.owner is module), None
-    )
 
 
 def _names_in_flat(model: nn.Module, name: str) -> set[str] | None:

@@ -154,7 +154,8 @@ def describe(
         count = sum(len(ranks) for *_, ranks in parts)
         is_listed = listed + count <= shown_pieces
         listed, left_out = (listed + count, left_out) if is_listed else (listed, left_out + count)
-        boxes.append([_format_layout(layout), parts if is_listed else []])
+        one_rank = f"whole on rank {layout.mesh.lowest}" if layout.mesh.size == 1 else None
+        boxes.append([one_rank or str(layout), parts if is_listed else []])
     values = list(_values(catalog.tree))
     return {
         "url": without_secrets(url),
@@ -255,10 +256,6 @@ def boxes_of(layout: Layout) -> list[list[Any]]:
         ranks = list(map(mesh.rank, places))
         found += [[list(p.box.lo), list(p.box.hi), ranks] for p in layout.pieces(rank)]
     return found
-
-
-def _format_layout(layout: Layout) -> str:
-    return f"whole on rank {layout.mesh.lowest}" if layout.mesh.size == 1 else str(layout)
 
 
 def _pieces(record: TensorRecord, files: Mapping[str, int]) -> Iterator[list[Any]]:
