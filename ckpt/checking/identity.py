@@ -101,7 +101,7 @@ def id(  # noqa: A001 - `ckpt.id`; `ckpt.__all__` leaves it out
     if not isinstance(of, str | os.PathLike):
         tensors = dict(_tensors_in(of))
         names = names_in(tensors, "the state")
-        return _identity({short: _of_tensor(tensors[name]) for short, name in names.items()})
+        return identity_of({short: digest_of(tensors[name]) for short, name in names.items()})
     with open_source(of, storage_options) as source:
         catalog = source.catalog
         records = dict(catalog.tensors)
@@ -116,10 +116,11 @@ def id(  # noqa: A001 - `ckpt.id`; `ckpt.__all__` leaves it out
             }
             found = {name: future.result() for name, future in running.items()}
         engine.finish()
-        return _identity({short: found[records[name].name] for short, name in names.items()})
+        return identity_of({short: found[records[name].name] for short, name in names.items()})
 
 
-def _identity(tensors: dict[str, str]) -> Identity:
+def identity_of(tensors: dict[str, str]) -> Identity:
+    """Returns the identity of tensors with these digests (rule 2)."""
     ordered = dict(sorted(tensors.items()))
     whole = hashlib.sha256()
     for name, digest in ordered.items():
@@ -145,7 +146,8 @@ def _of_record(engine: RangeReader, record: TensorRecord, progress: Progress | N
     return found
 
 
-def _of_tensor(tensor: Any) -> str:
+def digest_of(tensor: Any) -> str:
+    """Returns the digest of a tensor in memory (rule 1)."""
     import torch
     from torch.distributed.tensor import DTensor
 

@@ -494,7 +494,7 @@ def agree_on_plans(
         check_fits,
         *(url, all_differences, options.fit.strict, warns, TO_USER, options.call, names),
         other_names=other,
-        hint=matched.hint,
+        hint=matched.hint or _fused_hint(matched.match),
     )
     checking = partial(_check_plans, matched, ranks, check)
     plans, told = ranks.run_and_compare(
@@ -506,6 +506,18 @@ def agree_on_plans(
     if not told.same["exchanges"]:
         plans = ranks.run_on_all(PLANNING, partial(checking, False))
     return plans, told.number
+
+
+FUSED = (("qkv_proj", "q_proj"), ("gate_up_proj", "gate_proj"))
+"""Names of an engine's tensors, and of the first of the tensors that each consists of."""
+
+
+def _fused_hint(found: Match) -> str:
+    """Returns the argument that fuses tensors as an engine has them, if that is a difference."""
+    lacking = {*found.unexpected}
+    missing = [one.name for one in found.differences if one.problem == "missing"]
+    is_fused = any(one.replace(*names) in lacking for one in missing for names in FUSED)
+    return "mapping='any-hf-fused'" if is_fused else ""
 
 
 def _check_plans(

@@ -37,7 +37,8 @@ from ckpt.state.patterns import Casts, Selection, map_selected
 from ckpt.state.saved import names_of
 from ckpt.state.state_spec import with_versions
 from ckpt.state.typed_values import restore_values
-from ckpt.stores.store import Options
+from ckpt.stores.addresses import parse
+from ckpt.stores.store import Options, is_live
 from ckpt.transfer.read import read_requests
 from ckpt.transfer.record_sums import Verify, check_verify
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree, map_tree
@@ -261,6 +262,12 @@ class Checkpoint(Uncopied, Mapping[str, TensorHandle], AbstractContextManager["C
     def url(self) -> str:
         """The path or URL with which the checkpoint was opened."""
         return self._open_source().url
+
+    @property
+    def version(self) -> int | None:
+        """The version of a live state that is read; None of another checkpoint."""
+        url = self._open_source().store.url
+        return parse(url).version if is_live(url) else None
 
     @property
     def metadata(self) -> Mapping[str, str]:

@@ -243,7 +243,7 @@ def named_mapping(mapping: MappingName) -> TensorMapping:
 
 
 def _auto_names() -> set[str]:
-    ways = (name.partition("-")[2] for name in mapping_names())
+    ways = (name.partition("-")[2] for name in mapping_names() if not name.startswith("any-"))
     return {"auto", *(f"auto-{way}" for way in ways if "hf" in way)}
 
 
