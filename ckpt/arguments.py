@@ -58,7 +58,7 @@ def check_word(name: str, value: object, words: Sequence[str]) -> None:
 
     >>> check_word("when_busy", "later", ("wait", "refuse"))
     Traceback (most recent call last):
-    sharding.errors.ArgumentError: when_busy is 'later'; it can be 'wait' or 'refuse'
+    ckpt.ArgumentError: when_busy is 'later'; it can be 'wait' or 'refuse'
     """
     if value not in words:
         *others, last = map(repr, words)
@@ -81,7 +81,7 @@ def check_order(call: str, url: object, state: object) -> None:
 
     >>> check_order("ckpt.save", {"step": 1}, "runs/step-1")
     Traceback (most recent call last):
-    sharding.errors.ArgumentTypeError: ckpt.save takes the place first, torch.save the state: call \
+    ckpt.ArgumentTypeError: ckpt.save takes the place first, torch.save the state: call \
 ckpt.save('runs/step-1', state), not ckpt.save(state, 'runs/step-1')
     """
     places = (str, os.PathLike)

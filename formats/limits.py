@@ -293,9 +293,9 @@ def decode_object(
         HostileError: a key occurs twice, there are too many values, or they nest too deep.
         FormatError: `data` is not JSON in UTF-8, or not an object.
 
-    >>> decode_object('{"a": {"b": 1, "b": 2}}', "model.safetensors: the header")
+    >>> decode_object('{"b": 1, "b": 2}', "m: the header")  # doctest: +IGNORE_EXCEPTION_DETAIL
     Traceback (most recent call last):
-    formats.errors.HostileError: model.safetensors: the header has the key 'b' twice
+    HostileError: m: the header has the key 'b' twice
     """
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
