@@ -275,10 +275,10 @@ def _remedy(
     if has_nothing and may_rename:
         return f"\n  Call {call} with rename= if names have changed; or give another checkpoint."
     if names.keys() == {"unexpected"}:
+        others = _excluding((), unexpected, {"": ""}, fitting).removeprefix(" and ")
         return (
-            f"\n  Give the target these entries as well. Or call {call} with include= and patterns "
-            "of the names to load, with exclude= and patterns of these, or with strict=False, "
-            "which skips them."
+            f"\n  Give the target these entries as well. Or call {call} with {others}, with "
+            "include= and patterns of the target's names, or with strict=False, which skips them."
         )
     renaming = "rename= if names have changed; with " if may_rename else ""
     return (
@@ -300,7 +300,7 @@ def _excluding(
     is_theirs = any(name.startswith(top.removesuffix("*")) for top in tops for name in wanted)
     patterns = sorted(rest if is_theirs else tops)
     if len(patterns) > SHOWN_DIFFERENCES:
-        return " and exclude= with patterns of the others"
+        return " and exclude= with patterns of these names"
     return f" and exclude={patterns}" if patterns else ""
 
 
