@@ -104,7 +104,7 @@ def _sentence(event: Event) -> str:
     moved = f", {event.nbytes:,} bytes" if event.nbytes else ""
     waited = f", {event.waited:.3f} s of it for other ranks" if event.waited else ""
     again = f", {event.rereads} reads repeated" if event.rereads else ""
-    sent = sum(one.sent for one in event.requests.values())
+    sent = sum(request.sent for request in event.requests.values())
     repeated = sum(one.repeated for one in event.requests.values())
     asked = f", {sent} requests" if sent else ""
     asked += f" of which {repeated} repeat failed ones" if repeated else ""

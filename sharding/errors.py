@@ -81,7 +81,7 @@ class CkptError(Picklable, Exception):
     """A lower rank that raises an equal error, and shows where: this rank's traceback is short."""
 
     def __init__(self, *args: object, names: Iterable[str] = ()) -> None:
-        super().__init__(*(without_secrets(one) if isinstance(one, str) else one for one in args))
+        super().__init__(*(without_secrets(arg) if isinstance(arg, str) else arg for arg in args))
         if names:
             self.names = tuple(names)
 

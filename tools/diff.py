@@ -204,7 +204,7 @@ def _prefix_notes(found: Comparison) -> Iterator[str]:
         if others and not any(name.startswith(f"{prefix}.") for name in less):
             options = f"--select {prefix}"
         elif others:  # --select would change both sides
-            options = " ".join([options, *(f"--exclude '{one}*'" for one in sorted(others))])
+            options = " ".join([options, *(f"--exclude '{other}*'" for other in sorted(others))])
         if not others & {_head(name) for name in less}:
             yield f"all names of {sides} below {prefix}; {options} compares them"
 
@@ -234,14 +234,14 @@ def _lines(found: Comparison, is_verbose: bool) -> Iterator[str]:
         yield f"A is {place(found.a)}"
         yield f"B is {place(found.b)}"
     most = None if is_verbose else SHOWN_DIFFERENCES
-    random = [one for one in found.tensors if is_random(one.name)]
+    random = [tensor for tensor in found.tensors if is_random(tensor.name)]
     others = [one for one in found.tensors if not is_random(one.name)]
     parts = (
         [colour(f"- {printable(name)}: only in A", "removed") for name in found.only_a],
         [colour(f"+ {printable(name)}: only in B", "added") for name in found.only_b],
         [
-            colour(f"! {printable(one.name)}: {printable(one.detail)}", "changed")
-            for one in sorted(others, key=size_order)
+            colour(f"! {printable(other.name)}: {printable(other.detail)}", "changed")
+            for other in sorted(others, key=size_order)
         ],
         [_value_line(value) for value in found.values],
         [_structure_line(one) for one in found.structure],

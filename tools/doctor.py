@@ -71,11 +71,15 @@ def run(options: Options) -> int:
 def _lines(found: Examination) -> Iterator[str]:
     yield f"{printable(found.url)} ({found.kind})"
     yield ""
-    rows = [(one.name, one.outcome.value, printable(one.detail)) for one in found.findings]
+    rows = [
+        (finding.name, finding.outcome.value, printable(finding.detail))
+        for finding in found.findings
+    ]
     yield from columns([("TRIED", "FOUND", ""), *rows])
     yield ""
     promises = [
-        (one.outcome.value, f"{one.name}{_why(one.because)}", one.where) for one in found.promises
+        (promise.outcome.value, f"{promise.name}{_why(promise.because)}", promise.where)
+        for promise in found.promises
     ]
     yield from columns([("HOLDS", "PROMISE", "IN"), *promises])
     if found.left_over:

@@ -230,7 +230,7 @@ def legend(layouts: Iterable[Layout | None]) -> Iterator[str]:
     layouts: dp:2=S(0) is axis dp of the mesh, 2 ranks, with placement S(0)
       S(D)  each rank of the axis has a part of dimension D
     """
-    known = {one for one in layouts if one is not None}
+    known = {layout for layout in layouts if layout is not None}
     kinds = {type(each) for one in known for each in one.placements}
     if not any(one.mesh.size > 1 for one in known):
         return

@@ -132,10 +132,10 @@ def _is_confirmed(options: Options) -> bool:
         from ckpt.run.steps import removals
 
         places = [
-            join_url(url, one.step.name)
+            join_url(url, removal.step.name)
             for url in options.urls
-            for one in removals(url, options.keep, storage, dry_run=True)
-            if not one.needed_by
+            for removal in removals(url, options.keep, storage, dry_run=True)
+            if not removal.needed_by
         ]
     newest = [url for url in places if options.keep is None and _is_newest(url, storage)]
     if len(places) < 2 and not newest:
@@ -198,10 +198,10 @@ def _thin(url: str, keep: Keep, report: _Report) -> None:
         near = similar_path(url)
         raise NotACheckpointError(f"{url}: no run is here: it has no checkpoint named step-N{near}")
     gone = 0
-    for one in removals(url, keep, storage, dry_run=options.dry_run):
-        where = join_url(url, one.step.name)
-        if one.needed_by:
-            report.add("kept", where, f"kept {printable(where)}: {printable(one.needed_by)}")
+    for removal in removals(url, keep, storage, dry_run=options.dry_run):
+        where = join_url(url, removal.step.name)
+        if removal.needed_by:
+            report.add("kept", where, f"kept {printable(where)}: {printable(removal.needed_by)}")
         else:
             gone += 1
             report.add("deleted", where, f"{_done(options)} {printable(where)}")

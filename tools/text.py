@@ -233,7 +233,7 @@ def note_of_a_wait(arguments: Iterable[object]) -> Iterator[None]:
     The block waits for `NOTE_SECONDS` before that, and `has_answered` prevents the note.
     """
     global _note
-    several = (each if isinstance(each, list) else [each] for each in arguments)
+    several = (argument if isinstance(argument, list) else [argument] for argument in arguments)
     urls = (text for each in several for text in each if isinstance(text, str) and "://" in text)
     url = next((url for url in urls if not url.startswith("file://")), None)
     if url is not None and sys.stderr is not None and sys.stderr.isatty():

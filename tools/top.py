@@ -387,7 +387,7 @@ def _summary(
                 "files": files,
             }
         )
-    kept = [asdict(one) for one in checkpoints]
+    kept = [asdict(checkpoint) for checkpoint in checkpoints]
     return {"url": options.url, "under_way": found, "checkpoints": kept}
 
 

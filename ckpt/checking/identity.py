@@ -170,7 +170,11 @@ def _gathered(tensor: Any) -> Any:
 
     carriers = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
     carrier = carriers.get(tensor.element_size())
-    if carrier is None or tensor.is_complex() or any(one.is_partial() for one in tensor.placements):
+    if (
+        carrier is None
+        or tensor.is_complex()
+        or any(placement.is_partial() for placement in tensor.placements)
+    ):
         return tensor.full_tensor()
     bits = DTensor.from_local(
         *(tensor.to_local().resolve_neg().view(carrier), tensor.device_mesh, tensor.placements),

@@ -143,7 +143,7 @@ class Examination:
     @property
     def is_complete(self) -> bool:
         """Whether no promise is known to fail, and nothing stays."""
-        failing = [one for one in self.promises if one.outcome is Outcome.MISSING]
+        failing = [promise for promise in self.promises if promise.outcome is Outcome.MISSING]
         return not failing and not self.left_over
 
 

@@ -171,7 +171,7 @@ def _below(reader: Reader, folder: str, part: Catalog, progress: Progress) -> Fi
     if not folder:
         return _of_catalog(reader, part, progress)
     found = _of_catalog(Subfolder(reader, folder), part, progress)
-    moved = [replace(each, file=f"{folder}/{each.file}") for each in found.problems]
+    moved = [replace(problem, file=f"{folder}/{problem.file}") for problem in found.problems]
     return replace(found, problems=tuple(moved))
 
 

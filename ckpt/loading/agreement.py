@@ -278,7 +278,9 @@ def _match(
         d.name for d in fitted.differences if d.problem == "missing" and d.name in own_names
     )
     if kept_names:
-        counted = [each for each in fitted.differences if each.name not in kept_names]
+        counted = [
+            difference for difference in fitted.differences if difference.name not in kept_names
+        ]
         fitted = replace(fitted, differences=counted)
     if options.forgiven:
         counted = [each for each in fitted.differences if each.problem not in options.forgiven]
@@ -361,7 +363,7 @@ def _match_key(catalog: Catalog, state: object, options: LoadOptions, ranks: Ran
     is_plain = not options.forgiven and fit.selection.is_all and not callable(rename)
     if not is_plain or not _target_key(state, key):
         return None
-    records = [(one.name, one.shape, one.dtype) for one in catalog.tensors.values()]
+    records = [(tensor.name, tensor.shape, tensor.dtype) for tensor in catalog.tensors.values()]
     saved = (records, catalog.tree, catalog.aliases, catalog.versions, catalog.optimizers)
     return key, saved, rename, fit.strict, fit.casting, ranks.mesh, ranks.global_rank
 
@@ -401,7 +403,7 @@ def _module_key(module: nn.Module, key: list[object]) -> bool:
     tensors = own.get("_parameters", {}) | own.get("_buffers", {})
     hidden = own.get("_non_persistent_buffers_set", ())
     key.append((id(module), kind, *tensors, *own["_modules"], *hidden))
-    return all(one is None or _target_key(one, key) for one in tensors.values()) and all(
+    return all(tensor is None or _target_key(tensor, key) for tensor in tensors.values()) and all(
         one is None or _module_key(one, key) for one in own["_modules"].values()
     )
 
@@ -515,7 +517,9 @@ FUSED = (("qkv_proj", "q_proj"), ("gate_up_proj", "gate_proj"))
 def _fused_hint(found: Match) -> str:
     """Returns the argument that fuses tensors as an engine has them, if that is a difference."""
     lacking = {*found.unexpected}
-    missing = [one.name for one in found.differences if one.problem == "missing"]
+    missing = [
+        difference.name for difference in found.differences if difference.problem == "missing"
+    ]
     is_fused = any(one.replace(*names) in lacking for one in missing for names in FUSED)
     return "mapping='any-hf-fused'" if is_fused else ""
 

@@ -112,8 +112,8 @@ def newest_first(checkpoints: Iterable[T], age: Callable[[T], Age]) -> list[T]:
 
 def order_of(text: str) -> tuple[int, int] | None:
     """Returns the order in a manifest's text; None if it is not valid."""
-    found = _ORDER.fullmatch(text)
-    return None if found is None else (int(found[1]), int(found[2]))
+    matched = _ORDER.fullmatch(text)
+    return None if matched is None else (int(matched[1]), int(matched[2]))
 
 
 def seconds_of(text: str) -> float:

@@ -304,6 +304,6 @@ def _kind(dtype: DType) -> str:
 def narrows(stored: torch.dtype, wanted: torch.dtype) -> bool:
     """Whether a cast of floats, or of complex numbers, has fewer numbers in its range."""
     kinds = (stored, wanted)
-    if stored == wanted or not all(one.is_floating_point or one.is_complex for one in kinds):
+    if stored == wanted or not all(kind.is_floating_point or kind.is_complex for kind in kinds):
         return False
     return torch.finfo(wanted).max < torch.finfo(stored).max

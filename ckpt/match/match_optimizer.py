@@ -317,7 +317,7 @@ class _OptimizerMatch:
         named = iter(self.named)
         for group in self.optimizer.param_groups:
             members = [next(named) for _ in group["params"]]
-            states = [state for each in members for state in self._iter_saved(each)]
+            states = [state for member in members for state in self._iter_saved(member)]
             for lacking in lacking_entries(states):
                 where = join(join(join(self.path, "state"), lacking.name), lacking.entry)
                 if where in self.builder.selection:

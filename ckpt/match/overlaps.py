@@ -197,7 +197,7 @@ def conflict(group: Sequence[Placed]) -> Difference | None:
     if len(group) < 2:
         return None
     extents = [_extent(one.name, one.local) for one in group]
-    lo, hi = min(one.lo for one in extents), max(one.hi for one in extents)
+    lo, hi = min(extent.lo for extent in extents), max(one.hi for one in extents)
     memory, owner = np.zeros(hi - lo, np.uint8), np.zeros(hi - lo, np.int32)
     for number, (name, local, values) in enumerate(group, 1):
         shape = (*local.shape, local.itemsize)
@@ -347,7 +347,7 @@ class Fingerprints(NamedTuple):
 
 def fingerprints(matched: Match) -> Fingerprints:
     """Returns the hashes of this rank's match."""
-    names = "\n".join(each.name for each in matched.differences)
+    names = "\n".join(difference.name for difference in matched.differences)
     return Fingerprints(
         _hash("\n".join(matched.unexpected).encode()),
         _hash(_dump(matched.idle)),

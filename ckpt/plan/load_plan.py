@@ -473,5 +473,7 @@ def _whole_dims(layout: Layout, ranks: Sequence[int], copies: BoxCopies) -> int:
 
 def _has_whole_slices(layout: Layout, dims: int) -> bool:
     """Whether the stored parts of a tensor have all elements of the dimensions from `dims` on."""
-    cuts = [one for one in layout.placements if isinstance(one, Shard | StridedShard)]
-    return all(one.dim < dims for one in cuts)
+    cuts = [
+        placement for placement in layout.placements if isinstance(placement, Shard | StridedShard)
+    ]
+    return all(cut.dim < dims for cut in cuts)

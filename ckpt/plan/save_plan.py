@@ -277,7 +277,7 @@ def _on_host(name: str, layout: Layout, host: frozenset[int]) -> Layout:
     mesh, axes = layout.mesh, layout.replica_axes
     found = {rank: mesh.coordinate(rank) for rank in host}
     here = {rank: where for rank, where in found.items() if where is not None}
-    if here and all(isinstance(one, Replicate) for one in layout.placements):
+    if here and all(isinstance(placement, Replicate) for placement in layout.placements):
         alone = Mesh.of_ranks(("host",), (len(here),), sorted(here))
         return Layout(layout.shape, alone, (Replicate(),))
     lowest = {axis: min((where[axis] for where in here.values()), default=0) for axis in axes}

@@ -181,7 +181,9 @@ def remove_link(
     """
     parent, name = split_url(absolute(link))
     users = [
-        one for one in borrowers(parent, name, None) if join_url(parent, one) not in {*(gone or ())}
+        borrower
+        for borrower in borrowers(parent, name, None)
+        if join_url(parent, borrower) not in {*(gone or ())}
     ]
     _check_unpinned(link, None)
     if users:

@@ -170,12 +170,13 @@ def remove_marked(url: str, mark: str) -> None:
     inside = [place for place in inside if link_at(place) is None]
     for place in inside:
         with open_store(place) as store:
-            for one in [*_find_left_overs(store, place, inside, 0.0)]:
-                is_manifest = one.kind == PART and one.name.startswith(f".{MANIFEST}.")
-                if one.name.removeprefix(".").startswith(mark) or (
-                    is_manifest and mark.encode() in store.read_whole(one.name, one.nbytes)
+            for left_over in [*_find_left_overs(store, place, inside, 0.0)]:
+                is_manifest = left_over.kind == PART and left_over.name.startswith(f".{MANIFEST}.")
+                if left_over.name.removeprefix(".").startswith(mark) or (
+                    is_manifest
+                    and mark.encode() in store.read_whole(left_over.name, left_over.nbytes)
                 ):
-                    _remove(store, 0.0, one)
+                    _remove(store, 0.0, left_over)
                     store.remove_if_empty()
 
 
@@ -185,7 +186,11 @@ def remove_old(store: Store) -> None:
     A store that fails leaves them to `gc`.
     """
     with suppress(OSError, FormatError):
-        found = [one for one in _find_left_overs(store, store.url, (), OLD_SECONDS) if one.is_old]
+        found = [
+            left_over
+            for left_over in _find_left_overs(store, store.url, (), OLD_SECONDS)
+            if left_over.is_old
+        ]
         needed, folder = base_files_beside(store.url, store.options) if found else (None, "")
         for one in found:
             if needed is None or not needed.cover(folder, one.name):
@@ -259,7 +264,11 @@ def _collect(
     removed: set[LeftOver] = set()
     for place in dict.fromkeys(one.folder for one in found if one.is_old):
         with open_store(place, options) as store, Pool(WORKERS, "ckpt-gc") as pool:
-            again = {_key(one) for one in _find_left_overs(store, place, places, age) if one.is_old}
+            again = {
+                _key(left_over)
+                for left_over in _find_left_overs(store, place, places, age)
+                if left_over.is_old
+            }
             chosen = [one for one in found if one.folder == place and _key(one) in again]
             list(pool.map(partial(_remove, store, age), chosen))
             removed |= {*chosen}

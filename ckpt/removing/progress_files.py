@@ -168,7 +168,7 @@ class Watch:
         """Returns the files in the folder that a conversion fills."""
         with open_store(url, self._options) as store:
             parts = {one.upload_id: one for one in store.list_unfinished()}
-            found = [self._part(url, store, one, None) for one in parts.values()]
+            found = [self._part(url, store, part, None) for part in parts.values()]
             for name, size in store.sizes().items():
                 if name not in parts:
                     found.append(_complete(store, name, size, None))

@@ -216,7 +216,7 @@ class Checkpointer(Uncopied):
             how = self._arguments
             self._memory = self._ranks.memory_tier(memory, how.group, how.timeout, self._failures)
             steps += [one for one, _ in self._ranks.memory_steps(self._memory)]
-        self._newest_before = max((one.step for one in steps), default=None)
+        self._newest_before = max((step.step for step in steps), default=None)
         self._counter = RunCounter(steps)
 
     @property
@@ -494,12 +494,12 @@ class Checkpointer(Uncopied):
 
         Steps that were saved with `Keep(last_finite=)` tell; a step of another run does not count.
         """
-        found = (one.step for one in self._ranks.steps() if one.nonfinite == 0)
+        found = (step.step for step in self._ranks.steps() if step.nonfinite == 0)
         return next(found, None)
 
     def all_steps(self) -> list[int]:
         """Returns the steps that have a checkpoint, the newest first. All ranks call this."""
-        return [one.step for one in self._ranks.steps() if not one.is_damaged]
+        return [step.step for step in self._ranks.steps() if not step.is_damaged]
 
     def best_step(self) -> int | None:
         """Returns the step with the best metric by the policy; None if no step has the metric.

@@ -129,7 +129,7 @@ class _Places:
                 name = waiting[-1]
                 with open_store(join_url(self.source, name), self.options) as store:
                     bases = _bases(load(read_manifest(store), f"{store.url}/{MANIFEST}"))
-                before = [one for one in bases if one in wanted and one not in done]
+                before = [base for base in bases if base in wanted and base not in done]
                 if before and not set(before) & set(waiting):
                     waiting += before
                     continue

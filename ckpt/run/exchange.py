@@ -111,7 +111,7 @@ class RunRanks:
             if not steps:
                 check_no_foreign_steps(self.url, self._options)
             program = provenance([row[0] for row in rows])
-            rows_of_steps = [_row(one) for one in steps]
+            rows_of_steps = [_row(step) for step in steps]
             return json.dumps([others, program, rows_of_steps, [row[2] for row in rows]]).encode()
 
         place = f"{host_name()} {machine()} {folder}"
@@ -201,7 +201,7 @@ class RunRanks:
         """
 
         def join(records: Sequence[bytes]) -> bytes:
-            first, *others = ({tuple(one) for one in json.loads(record)} for record in records)
+            first, *others = ({tuple(row) for row in json.loads(record)} for record in records)
             return json.dumps(sorted(first.intersection(*others))).encode()
 
         rows = self._merge_records("comparing local steps", own, join)
@@ -285,7 +285,7 @@ class RunRanks:
                 with open_store(url, options) as store:
                     entries = store.entries()
                 if steps and MANIFEST not in entries and folder_format(entries) is None:
-                    return json.dumps([join_url(url, one.name) for one in steps]).encode()
+                    return json.dumps([join_url(url, step.name) for step in steps]).encode()
             return json.dumps([url]).encode()
 
         return self._merge_records("listing the run to begin from", lambda: None, list_places)

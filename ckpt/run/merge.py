@@ -120,7 +120,7 @@ def sum_of(
     if last is not None:
         if len(urls) != 1 or type(last) is not int or last < 1:
             raise ArgumentError(f"last={last!r} of {len(urls)} sources; give one run and a number")
-        steps = [one for one in run_steps(urls[0], storage_options=options) if one.is_sound]
+        steps = [step for step in run_steps(urls[0], storage_options=options) if step.is_sound]
         if len(steps) < last:
             raise ArgumentError(
                 f"{without_secrets(urls[0])} has {len(steps)} checkpoints, and last={last}"

@@ -221,10 +221,10 @@ class Ownership:
     def _read_start(self, store: Store, epoch: int) -> dict[str, object]:
         """Returns the content of a start's file; empty if it is gone or damaged."""
         try:
-            found = json.loads(store.read_whole(file_name(epoch), MOST_BYTES))
+            document = json.loads(store.read_whole(file_name(epoch), MOST_BYTES))
         except (OSError, FormatError, ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return document if isinstance(document, dict) else {}
 
     def _remove_older(self, store: Store, epoch: int) -> None:
         with suppress(CkptError, OSError):  # a program that may not delete still owns the folder

@@ -243,10 +243,10 @@ def program_of(metadata: Mapping[str, str]) -> dict[str, object]:
 
 def _object(metadata: Mapping[str, str], key: str) -> dict[str, object]:
     try:
-        found = json.loads(metadata.get(key, "{}"))
+        document = json.loads(metadata.get(key, "{}"))
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
 def metrics_text(metrics: Mapping[str, object]) -> str:

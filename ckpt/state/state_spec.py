@@ -389,7 +389,7 @@ def _are_groups(tree: Tree) -> TypeGuard[_Groups]:
         return False
     members = [group.get("params") for group in tree if isinstance(group, dict)]
     are_names = (
-        isinstance(each, list) and all(type(name) is str for name in each) for each in members
+        isinstance(member, list) and all(type(name) is str for name in member) for member in members
     )
     return bool(members) and all(are_names) and not holds_tensor(tree)
 

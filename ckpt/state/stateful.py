@@ -131,7 +131,7 @@ class ParameterNames:
             named = _without_others(optimizer, [each for _, each in known])
             return OptimizerNames(named, next(iter(paths)), frozenset(paths))
         full = [
-            named._replace(names=tuple(join(module, one) for one in named.names))
+            named._replace(names=tuple(join(module, name) for name in named.names))
             for module, named in known
         ]
         return OptimizerNames(_without_others(optimizer, full), "", frozenset(paths))

@@ -115,7 +115,7 @@ class AzureDriver(Session):
                 blobs = [blob async for blob in page]
                 more = below.add(_object_info(blob.name[len(prefix) :], blob) for blob in blobs)
             # Accounts with real folders also list each folder as an empty blob.
-            folders = {one.name.rpartition("/")[0] for one in below.files}
+            folders = {file.name.rpartition("/")[0] for file in below.files}
             return [one for one in below.files if one.nbytes or one.name not in folders]
 
         return self._run(listing())

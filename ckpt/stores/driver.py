@@ -359,7 +359,9 @@ def check_names(package: str, given: Iterable[str], known: Collection[str]) -> N
     """Raises ArgumentError for an option that is none of a package's: it would have no effect."""
     for name in given:
         if name not in known:
-            near = "".join(f"; did you mean {one!r}?" for one in get_close_matches(name, known, 1))
+            near = "".join(
+                f"; did you mean {match!r}?" for match in get_close_matches(name, known, 1)
+            )
             raise ArgumentError(
                 f"storage_options= has {name!r}, which is no option of {package}{near}"
             )

@@ -59,7 +59,9 @@ def own_options(options: Mapping[str, Any]) -> tuple[OwnOptions, dict[str, Any]]
     (OwnOptions(concurrency=8, max_bandwidth=200000000.0, user_agent=''), {'anon': True})
     """
     others = dict(options)
-    found = {one.name: others.pop(one.name) for one in fields(OwnOptions) if one.name in others}
+    found = {
+        field.name: others.pop(field.name) for field in fields(OwnOptions) if field.name in others
+    }
     most, bandwidth = found.get("concurrency"), found.get("max_bandwidth")
     if most is not None and (type(most) is not int or most < 1):
         raise ArgumentError(f"storage_options= has concurrency={most!r}: give a number from 1 on")

@@ -191,13 +191,13 @@ class HttpClient:
                 data = _body(response, MOST_ANSWER_BYTES)
                 return self._check(Answer(response.status, _lower_headers(response), data))
             said = response.headers.get("content-range", "")
-            found = _RANGE.fullmatch(said)
-            if found is None or int(found[1]) != lo or response.length is None:
+            matched = _RANGE.fullmatch(said)
+            if matched is None or int(matched[1]) != lo or response.length is None:
                 raise ProtocolError(f"{self.place}: bytes {lo}:{hi} were asked, {said!r} came")
-            size = int(found[3])
+            size = int(matched[3])
             if size < hi:
                 return Answer(http.client.REQUESTED_RANGE_NOT_SATISFIABLE, _past(size), b"")
-            if int(found[2]) + 1 != hi or response.length != hi - lo:
+            if int(matched[2]) + 1 != hi or response.length != hi - lo:
                 raise ProtocolError(f"{self.place}: bytes {lo}:{hi} were asked, {said!r} came")
             for view in views:
                 _fill(response, view)
@@ -321,8 +321,8 @@ class HttpClient:
 
 def past_end(answer: Answer) -> int | None:
     """Returns the size of a file that ends before a range, from an answer of status 416."""
-    found = _NO_RANGE.fullmatch(answer.headers.get("content-range", ""))
-    return None if found is None else int(found[1])
+    matched = _NO_RANGE.fullmatch(answer.headers.get("content-range", ""))
+    return None if matched is None else int(matched[1])
 
 
 def json_of(answer: Answer, where: str) -> dict[str, object]:

@@ -185,10 +185,10 @@ class ServedStore(ReadOnlyStore):
 
     def read_whole(self, name: str, limit: int) -> bytes:
         """Reads all bytes of a file in one request."""
-        found = self._client.read_whole(self._path(name), limit)
-        if isinstance(found, int):
-            raise TooLargeError(f"{self.url}/{name}", found, limit)
-        return self._sound(name, found).body
+        data = self._client.read_whole(self._path(name), limit)
+        if isinstance(data, int):
+            raise TooLargeError(f"{self.url}/{name}", data, limit)
+        return self._sound(name, data).body
 
     def read_end(self, name: str, size: int, length: int) -> bytes:
         """Reads the last bytes of a file in one request. Raises SizeError unless it has `size`."""
@@ -232,12 +232,12 @@ class ServedStore(ReadOnlyStore):
 
     def _range(self, name: str, lo: int, *views: memoryview) -> int:
         """Fills the views if the file has these bytes. Returns the size of the file."""
-        found = self._client.read_range(self._path(name), lo, views, {})
-        if isinstance(found, int):
-            return found
-        size = past_end(found)
+        data = self._client.read_range(self._path(name), lo, views, {})
+        if isinstance(data, int):
+            return data
+        size = past_end(data)
         if size is None:
-            self._sound(name, found)
+            self._sound(name, data)
             return self.size(name)
         return size
 

@@ -547,7 +547,7 @@ class ChunkSums(TensorSums[_ChunkRun]):
 
     def add_stored(self, run: TensorRun, chunks: Sequence[Chunk]) -> None:
         """Adds the chunks of a run that begins with one, by their checksums at the source."""
-        records = [RECORD.pack(one.digest, one.stored_bytes) for one in chunks]
+        records = [RECORD.pack(chunk.digest, chunk.stored_bytes) for chunk in chunks]
         self.add(run, _ChunkRun(run.lo // self._chunk_bytes, records, []))
 
     def _add_end(self, chunks: _Chunks, nbytes: int, at: int, data: bytes) -> None:

@@ -353,7 +353,7 @@ def facts_of(manifest: Manifest) -> Facts:
     return Facts(
         _texts(manifest.writer),
         tuple(base for base in manifest.bases if base is not None),
-        _shards(one.name for one in manifest.files),
+        _shards(file.name for file in manifest.files),
         stored_bytes=sum(one.size for one in manifest.files),
         structure=hasher.hexdigest(),
     )

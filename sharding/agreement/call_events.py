@@ -137,7 +137,7 @@ def observe(observer: Observer) -> Callable[[], None]:
 
     def end() -> None:
         global _observers
-        _observers = tuple(one for one in _observers if one is not entry)
+        _observers = tuple(observer for observer in _observers if observer is not entry)
 
     return end
 

@@ -204,7 +204,7 @@ class Participant(ConnectedChannel):
     def _catch_up(self, link: Link, found: Message) -> None:
         """Continues the count from the last call that is over."""
         link.receive()
-        left = [one.call for one in link.messages if one.kind is Kind.LEFT]
+        left = [message.call for message in link.messages if message.kind is Kind.LEFT]
         self._number = max([self._number, found.call, *left])
 
     def _say_called(self, call: Call) -> None:

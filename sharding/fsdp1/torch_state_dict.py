@@ -201,7 +201,7 @@ def connect() -> None:
 
     def either_state(module: nn.Module) -> object:
         """Returns the object that shards a module; None if the module is not sharded."""
-        own = (each for each in entry_points(module) if each.owner is module)
+        own = (unit for unit in entry_points(module) if unit.owner is module)
         return next(own, None) or state_of(module)
 
     def either_names(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> set[str]:
