@@ -1,10 +1,12 @@
 """Planned files are copied from stored tensors: any sizes, any number of threads, any writer."""
 
+import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -264,6 +266,49 @@ def test_memory_and_writes_do_not_grow_with_a_tensor(tmp_path: Path, name: str) 
     ckpt.convert(tmp_path / "m.safetensors", tmp_path / name, compress=name == "zstd")
     assert status("VmHWM") - before < (32 << 20) * (2 if name == "zstd" else 1)
     assert write_calls() - calls <= mib + 20
+
+
+def llama_405b() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The tensors of Llama 3.1 405 B."""
+    yield from (("model.embed_tokens.weight", (128256, 16384)), ("lm_head.weight", (128256, 16384)))
+    yield "model.norm.weight", (16384,)
+    for layer in range(126):
+        rows = {"q": 16384, "k": 1024, "v": 1024, "o": 16384}
+        for name, size in rows.items():
+            yield f"model.layers.{layer}.self_attn.{name}_proj.weight", (size, 16384)
+        for name, shape in {
+            "gate": (53248, 16384),
+            "up": (53248, 16384),
+            "down": (16384, 53248),
+        }.items():
+            yield f"model.layers.{layer}.mlp.{name}_proj.weight", shape
+        for name in ("input", "post_attention"):
+            yield f"model.layers.{layer}.{name}_layernorm.weight", (16384,)
+
+
+@pytest.mark.thorough
+def test_405_billion_parameters_are_planned_from_their_headers(tmp_path: Path) -> None:
+    tensors = [(name, "BF16", shape, 2 * prod(shape)) for name, shape in llama_405b()]
+    for at in range(0, len(tensors), 6):  # zeros that take no place
+        with (tmp_path / f"model-{at // 6:05d}-of-00190.safetensors").open("wb") as file:
+            file.write(header := build(tensors[at : at + 6], {}))
+            file.truncate(len(header) + sum(one[3] for one in tensors[at : at + 6]))
+    weights = {
+        name: f"model-{at // 6:05d}-of-00190.safetensors" for at, (name, *_) in enumerate(tensors)
+    }
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    config = {"model_type": "llama", "num_attention_heads": 128, "num_key_value_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    before = status("VmRSS")
+    report = ckpt.convert(
+        tmp_path, tmp_path / "m", to="dcp", mapping="auto-hf-megatron", dry_run=True
+    )
+    plan = report.plan
+    assert plan is not None
+    assert plan.written_bytes == plan.read_bytes == 2 * 405_853_388_800
+    assert plan.memory_bytes < 100 << 20
+    assert status("VmRSS") - before < 100 << 20
+    assert not (tmp_path / "m").exists()
 
 
 def status(key: str) -> int:

@@ -221,6 +221,20 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         | {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
         | {"softmax_type": "learnable", "window_size": (3, 0), "window_attn_skip_freq": 2},
     ),
+    "llama-4": (
+        "Llama4ForCausalLM",
+        HF
+        | {"intermediate_size": 16, "intermediate_size_mlp": FFN, "head_dim": 16}
+        | {"num_local_experts": EXPERTS, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}
+        | {"no_rope_layers": [1, 1], "attn_temperature_tuning": False, "use_qk_norm": True}
+        | {"attention_chunk_size": LENGTH, "tie_word_embeddings": False},
+        "llama4-hf-megatron",
+        GATED
+        | {"kv_channels": 16, "rotary_interleaved": True, "qk_l2_norm": True}
+        | {"num_moe_experts": EXPERTS, "moe_layer_freq": [0, 1], "moe_router_topk": 1}
+        | {"moe_ffn_hidden_size": 16, "moe_shared_expert_intermediate_size": 16}
+        | {"moe_router_score_function": "sigmoid", "moe_apply_probs_on_input": True},
+    ),
     "gemma-3": (
         "Gemma3ForCausalLM",
         HF
@@ -298,7 +312,12 @@ def megatron_model(name: str) -> torch.nn.Module:
         **options,
     )
     spec = (
-        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+        get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=False,
+            normalization="RMSNorm",
+            qk_l2_norm=config.qk_l2_norm,
+        )
         if "moe_layer_freq" in options
         else get_gpt_layer_local_spec(
             num_experts=options.get("num_moe_experts"),
