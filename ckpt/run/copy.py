@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt.checking.verify_native import check_native
+from ckpt.checking.verify import check_native
 from ckpt.errors import ArgumentError, CkptError, ExistsError, NotACheckpointError, StoreError
 from ckpt.loading.newest import list_checkpoints
 from ckpt.opening.sources import advice_at

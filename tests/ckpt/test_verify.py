@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckpt
-from ckpt.checking import verify_native
+from ckpt.checking import verify as verifying
 from ckpt.checking.verify import library_difference, verify
 from ckpt.converting.convert import convert
 from ckpt.errors import NotACheckpointError
@@ -179,7 +179,7 @@ def test_a_manifest_that_speaks_of_what_no_file_has_is_reported(native):
 
 
 def test_chunks_may_be_larger_than_a_read(native, monkeypatch):
-    monkeypatch.setattr(verify_native, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(verifying, "BLOCK_BYTES", 1000)
     assert verify(native).sound
     flip(shards(native)[0], header_bytes(shards(native)[0]) + 5000)
     assert len(verify(native).problems) == 1

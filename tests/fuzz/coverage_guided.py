@@ -29,8 +29,8 @@ LATE = (
         "formats.safetensors.huggingface",
         "formats.native.reader",
     ),
-    *("formats.native.codec", "formats.native.manifest", "ckpt.checking.verify_native"),
-    *("ckpt.checking.verify", "ckpt.checking.verify"),
+    *("formats.native.codec", "formats.native.manifest"),
+    "ckpt.checking.verify",
 )
 """What is imported when it is first needed, and has to be instrumented."""
 
