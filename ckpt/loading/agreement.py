@@ -264,7 +264,8 @@ def _match(
 ) -> Matched:
     """Matches an opened checkpoint, perhaps under other `names`, with the target."""
     budget = memory_budget()
-    kept = _KEPT.get(_place_of(source.store.url)) if _KEPT and names is None else None
+    is_kept = bool(_KEPT) and names is None and is_live(source.store.url)
+    kept = _KEPT.get(_place_of(source.store.url)) if is_kept else None
     key = None if kept is None else _match_key(source.catalog, state, options, ranks)
     fitted = None if kept is None else kept.take(key, state, ranks)
     if fitted is None:

@@ -271,7 +271,9 @@ def test_names_that_only_a_new_version_has_or_lacks_are_an_error_for_a_follower_
             ckpt.load(next(versions).url, target)
 
 
-def test_a_follower_keeps_no_model_alive(offer: Offer, folder: Path) -> None:
+def test_a_follower_keeps_no_model_alive_and_loads_from_other_places_too(
+    offer: Offer, folder: Path
+) -> None:
     versions = ckpt.follow(offer.url, timeout=60)
     target = {"w": torch.zeros(6)}
     ckpt.load(next(versions).url, target)
@@ -279,9 +281,10 @@ def test_a_follower_keeps_no_model_alive(offer: Offer, folder: Path) -> None:
     target.clear()
     gc.collect()
     assert memory() is None
-    again = {"w": torch.zeros(6)}
-    ckpt.load(offer.url, again)
-    assert torch.equal(again["w"], torch.arange(6.0))
+    for place in (offer.url, folder):
+        again = {"w": torch.zeros(6)}
+        ckpt.load(place, again)
+        assert torch.equal(again["w"], torch.arange(6.0))
 
 
 def test_the_address_of_one_checkpoint_is_an_error(folder: Path) -> None:
