@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -40,8 +41,6 @@ from ckpt.stores.store import Options, Store, is_file, local_path, open_store, s
 from ckpt.transfer.read import RangeReader
 from ckpt.transfer.record_sums import RecordSums
 from formats.catalog import Catalog, Extent
-from formats.dcp.nest import METADATA
-from formats.dcp.reader import Items
 from formats.detect import DCP_METADATA, folder_format
 from formats.errors import FormatError, UnsupportedError
 from formats.joined import Subfolder
@@ -50,13 +49,13 @@ from formats.native.borrowed import Root, Run
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, load, read_manifest
 from formats.native.reader import Shards
 from formats.native.shard import OWN_ENTRIES, RECORD, Shard, first_chunks
-from formats.pickles.machine import load as load_pickle
-from formats.pickles.records import Metadata
 from formats.safetensors.file import Header, read_header
 from formats.storage import Pool, Reader, read_again
-from formats.zip_records import Archive, Compressed
 from sharding.errors import format_names
 from sharding.layout import Box
+
+if TYPE_CHECKING:
+    from formats.zip_records import Archive, Compressed
 
 __all__ = ["Problem", "Report", "verify"]
 
@@ -297,8 +296,14 @@ def check_counts(catalog: Catalog) -> Findings:
 
 def check_dcp(reader: Reader, catalog: Catalog, progress: Progress = None) -> Findings:
     """Checks a DCP folder whose metadata could be read."""
+    from formats.dcp.reader import Items  # start-up: most checkpoints have no pickle and no zip
+    from formats.pickles.machine import load as load_pickle
+    from formats.pickles.records import Metadata
+
     check = _RecordCheck(reader, progress)
-    items = _items(reader)
+    metadata = load_pickle(reader.read(DCP_METADATA, 0, reader.size(DCP_METADATA)), DCP_METADATA)
+    # The catalog's reader has checked that the items tile their files.
+    items = Items(reader, metadata.storage_data if isinstance(metadata, Metadata) else None)
     zips = {extent: name for name, extent in items.zips()}
     for item in sorted(zips, key=lambda item: (item.file, item.offset)):
         check.archive(item.file, item.offset, item.nbytes, partial(_name_of, zips[item]))
@@ -310,17 +315,11 @@ def check_dcp(reader: Reader, catalog: Catalog, progress: Progress = None) -> Fi
             for _ in record.pieces:  # opens each item and compares it with the metadata
                 pass
         except FormatError as error:
-            check.problems.append(Problem.of(error, METADATA, name))
+            check.problems.append(Problem.of(error, DCP_METADATA, name))
     without = "; tensors in safetensors have none" if items.raw else ""
     return check.findings(
-        f"structure, sizes, and the CRC-32 of every item{without}; {METADATA} has no checksum"
+        f"structure, sizes, and the CRC-32 of every item{without}; {DCP_METADATA} has no checksum"
     )
-
-
-def _items(reader: Reader) -> Items:
-    """Returns the table of items. The catalog's reader has checked that they tile their files."""
-    metadata = load_pickle(reader.read(METADATA, 0, reader.size(METADATA)), METADATA)
-    return Items(reader, metadata.storage_data if isinstance(metadata, Metadata) else None)
 
 
 def _name_of(name: str, extent: Extent) -> str:
@@ -345,6 +344,8 @@ class _RecordCheck:
         self, file: str, offset: int, length: int, owner: Callable[[Extent], str | None]
     ) -> None:
         """Checks each record of a zip. `owner` returns the tensor of the record at an extent."""
+        from formats.zip_records import Archive  # start-up, as above
+
         whole = Extent(file, offset, length)
         try:
             archive = Archive(self._reader, file, offset, length, is_torch=self._is_torch)
@@ -374,7 +375,7 @@ class _RecordCheck:
     ) -> None:
         try:
             extent = archive.place(name)
-            if isinstance(extent, Compressed):
+            if not isinstance(extent, Extent):
                 self._inflate(extent)
                 return
         except FormatError as error:

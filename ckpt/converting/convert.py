@@ -61,7 +61,6 @@ from ckpt.state.patterns import Casts
 from ckpt.stores.local_files import explained_on_disk
 from ckpt.stores.store import Options, local_path, open_store, split_url
 from ckpt.transfer.copy_shares import call_together, memory_bytes_of, write_plans
-from formats import dcp, gguf, npz, torch_save
 from formats.catalog import (
     FilePlan,
     OpaqueValue,
@@ -543,14 +542,22 @@ class Target:
             case Format.HUGGINGFACE:
                 base, modules = base_name_of(files or ModelFiles()), state.modules
                 return huggingface.plans(state, self.max_shard_bytes, base, modules)
-            case Format.DCP:
-                return dcp.plans(state)
             case Format.SAFETENSORS:
                 return [safetensors_file.plan(name, state)]
+            case Format.DCP:
+                from formats import dcp  # start-up: a conversion needs one format of these
+
+                return dcp.plans(state)
             case Format.NPZ:
+                from formats import npz
+
                 return [npz.plan(name, state)]
             case Format.GGUF:
+                from formats import gguf
+
                 return [gguf.plan(name, state)]
+        from formats import torch_save
+
         return [torch_save.plan(name, state)]
 
     def write(

@@ -24,7 +24,6 @@ from ckpt.errors import CkptError, NotACheckpointError
 from ckpt.mapping.changes import Changes, place_of_model, place_of_module, weights_beside
 from ckpt.mapping.model_files import CONFIG, ModelFiles, config_of, folder_of
 from ckpt.opening.sources import Source, open_source
-from formats import gguf, npz
 from formats.catalog import (
     Catalog,
     OpaqueValue,
@@ -35,7 +34,6 @@ from formats.catalog import (
     join,
     plain_names,
 )
-from formats.dcp.nest import lost
 from formats.detect import ENDINGS, WRITTEN
 from formats.errors import FormatError, UnsupportedError
 from formats.safetensors.file import is_carried
@@ -143,13 +141,17 @@ def omissions(chosen: Format, state: Outgoing) -> tuple[str, ...]:
     if chosen in (Format.SAFETENSORS, Format.HUGGINGFACE):
         return plain_names(state.tree)
     lacking: Iterable[str] = ()
+    known: Collection[str] = ()
     if chosen is Format.NPZ:
+        from formats import npz  # start-up: a conversion needs one format of these
+
         lacking = npz.omissions(state)
     elif chosen is Format.GGUF:
-        lacking = gguf.omissions(state)
+        from formats import gguf
+
+        lacking, known = gguf.omissions(state), gguf.METADATA
     elif chosen is Format.DCP:
-        lacking = (name for name, is_empty in lost(state.tree) if is_empty)
-    known = gguf.METADATA if chosen is Format.GGUF else ()
+        lacking = (name for name, is_empty in _changed_by_dcp(state) if is_empty)
     kept = (f"metadata[{key!r}]" for key in sorted(state.metadata) if key not in known)
     return (*lacking, *kept)
 
@@ -181,8 +183,14 @@ def check_any_is_left(chosen: Format, state: Outgoing, url: str, opaque: Sequenc
 
 def became_text(chosen: Format, state: Outgoing) -> tuple[str, ...]:
     """Returns the names of dicts with keys that are text in the target, and were numbers."""
-    found = lost(state.tree) if chosen is Format.DCP else ()
-    return tuple(name or "the outermost" for name, is_empty in found if not is_empty)
+    changed = _changed_by_dcp(state) if chosen is Format.DCP else ()
+    return tuple(name or "the outermost" for name, is_empty in changed if not is_empty)
+
+
+def _changed_by_dcp(state: Outgoing) -> Iterator[tuple[str, bool]]:
+    from formats.dcp.nest import lost
+
+    return lost(state.tree)
 
 
 def check_can_hold(
@@ -285,7 +293,10 @@ def _losses(
                 yield f"{name} is {tensor.dtype}, which others would see as {tensor.dtype.carrier}"
     if chosen.is_of_weights:
         yield from _broken_up(state.tree)
-    if chosen not in (Format.GGUF, Format.CKPT):
+    was_gguf = any(key.startswith("gguf.") for key in catalog.metadata)
+    if chosen not in (Format.GGUF, Format.CKPT) and was_gguf:
+        from formats import gguf
+
         for name, kind in json.loads(catalog.metadata.get(gguf.QUANTISED, "{}")).items():
             if name in state.tensors:
                 yield f"{name} is {kind}, which others would see as bytes"

@@ -39,7 +39,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from formats import torch_save
 from formats.catalog import (
     Catalog,
     FilePlan,
@@ -475,6 +474,8 @@ def read_bin(reader: Reader, present: Sequence[str] | None = None) -> Catalog:
     if chosen is None:
         raise FileNotFoundError(f"{reader.url}: no *.bin with weights in this folder")
     weight_map, files = read_weight_map(reader, chosen, present)
+    from formats import torch_save  # start-up: most folders have safetensors
+
     catalogs = [torch_save.read(reader, name) for name in chosen.files or files]
     index = [FileRecord(chosen.index, reader.size(chosen.index))] if chosen.index else []
     names = {each.files[0].name: (*each.tensors, *each.aliases) for each in catalogs}
