@@ -180,6 +180,26 @@ def test_grouped_experts_of_megatron_have_the_weights_of_an_mlp_each(tmp_path: P
     assert_equal(converted(tmp_path, apart, "deepseekv3-megatron-hf"), hf)
 
 
+def test_tensors_of_mamba_layers_lie_in_parts_as_in_torch_dist(tmp_path: Path) -> None:
+    sizes = {"mamba_heads": 4, "mamba_head": 2, "mamba_groups": 2, "mamba_state": 3}
+    at, width = "decoder.layers.0.mixer", 5
+    rows = {"z": 8, "x": 8, "B": 6, "C": 6, "dt": 4}
+    whole = {f"{at}.in_proj.weight": torch.arange(float(sum(rows.values()) * width))}
+    whole = {name: one.reshape(-1, width) for name, one in whole.items()}
+    whole |= {f"{at}.conv1d.weight": torch.arange(80.0).reshape(20, 1, 4)}
+    whole |= {f"{at}.conv1d.bias": torch.arange(20.0)}
+    source, parts, back = (tmp_path / f"{name}.safetensors" for name in ("s", "p", "b"))
+    save_file(whole, source)
+    ckpt.convert(source, parts, mapping="megatron-mamba-dist", parameters=sizes, verify=True)
+    found = load_file(parts)
+    wanted = whole[f"{at}.in_proj.weight"].split([*rows.values()])
+    for name, part in zip(rows, wanted, strict=True):
+        assert torch.equal(found[f"{at}.in_proj.weight.{name}"], part)
+    assert torch.equal(found[f"{at}.conv1d.bias.B"], torch.arange(8.0, 14.0))
+    ckpt.convert(parts, back, mapping="megatron-dist-mamba")
+    assert_equal(load_file(back), whole)
+
+
 def test_gpt_oss_of_torchtitan_0_3_has_names_of_hugging_face(tmp_path: Path) -> None:
     state = {
         name: torch.zeros([min(size, 4) for size in shape])

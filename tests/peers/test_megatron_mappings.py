@@ -6,10 +6,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -124,6 +129,103 @@ class OnTheProcessor(TorchFunctionMode):
         return func(*args, **given)
 
 
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """The activation of Nemotron."""
+    return torch.relu(x).square()
+
+
+class GatedNorm(torch.nn.Module):
+    """The norm of groups in a Mamba layer, whose kernel is that of a GPU in Megatron-core."""
+
+    def __init__(self, size: int, eps: float, group_size: int, **_: object) -> None:
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.ones(size)), eps
+        self.groups = size // group_size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns x, each group over its root mean square."""
+        parts = x.unflatten(-1, (self.groups, -1))
+        return (
+            torch.nn.functional.rms_norm(parts, parts.shape[-1:], eps=self.eps).flatten(-2)
+            * self.weight
+        )
+
+
+def scan(
+    zxbcdt: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    dt_bias: torch.Tensor,
+    decay: torch.Tensor,
+    D: torch.Tensor,
+    headdim: int,
+    ngroups: int,
+    **_: object,
+) -> torch.Tensor:
+    """The recurrence of Mamba 2, a step at a time, in the place of the kernel of mamba_ssm."""
+    heads, (rows, width) = len(decay), weight.shape
+    inner = heads * headdim
+    z, xbc, dt = zxbcdt.split([inner, rows, heads], -1)
+    padded = torch.nn.functional.pad(xbc.mT, (width - 1, 0))
+    xbc = torch.nn.functional.conv1d(padded, weight[:, None], bias, groups=rows).mT
+    x, b, c = torch.nn.functional.silu(xbc).split([inner, *[(rows - inner) // 2] * 2], -1)
+    x = x.unflatten(-1, (heads, headdim))
+    b, c = (
+        one.unflatten(-1, (ngroups, -1)).repeat_interleave(heads // ngroups, -2) for one in (b, c)
+    )
+    dt = torch.nn.functional.softplus(dt + dt_bias)
+    state, found = torch.zeros(*x.shape[:1], heads, headdim, b.shape[-1]), []
+    for at in range(x.shape[1]):
+        kept = state * (dt[:, at] * decay).exp()[..., None, None]
+        state = kept + (dt[:, at, :, None] * x[:, at])[..., None] * b[:, at, :, None]
+        found.append((state * c[:, at, :, None]).sum(-1) + D[:, None] * x[:, at])
+    return torch.stack(found, 1).flatten(2) * torch.nn.functional.silu(z)
+
+
+def mamba_model(config: Any, layers: str, local: Any) -> torch.nn.Module:
+    """A MambaModel of local layers: M for Mamba, * for attention, - for an MLP, E for experts."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.mamba.mamba_model import MambaModel
+    from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
+
+    dense, experts = (local(number).submodules for number in (None, config.num_moe_experts))
+    mixer = MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear)
+    mamba = MambaLayerSubmodules(
+        norm=WrappedTorchNorm,
+        mixer=ModuleSpec(MambaMixer, submodules=mixer),
+        mamba_bda=get_bias_dropout_add,
+    )
+    attention = TransformerLayerSubmodules(
+        input_layernorm=dense.input_layernorm,
+        self_attention=dense.self_attention,
+        self_attn_bda=get_bias_dropout_add,
+    )
+    mlp, moe = (
+        TransformerLayerSubmodules(
+            pre_mlp_layernorm=WrappedTorchNorm, mlp=one.mlp, mlp_bda=get_bias_dropout_add
+        )
+        for one in (dense, experts)
+    )
+    stack = MambaStackSubmodules(
+        ModuleSpec(MambaLayer, submodules=mamba),
+        ModuleSpec(TransformerLayer, submodules=attention),
+        ModuleSpec(MLPLayer, submodules=mlp),
+        ModuleSpec(TransformerLayer, submodules=moe),
+    )
+    spec = ModuleSpec(MambaStack, submodules=stack)
+    return MambaModel(config, spec, VOCAB, LENGTH, hybrid_override_pattern=layers)
+
+
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     """The activation of gpt-oss."""
     return x * torch.sigmoid(1.702 * x)
@@ -235,6 +337,20 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         | {"moe_ffn_hidden_size": 16, "moe_shared_expert_intermediate_size": 16}
         | {"moe_router_score_function": "sigmoid", "moe_apply_probs_on_input": True},
     ),
+    "nemotron-h": (
+        "NemotronHForCausalLM",
+        {key: HF[key] for key in ("hidden_size", "intermediate_size", "vocab_size")}
+        | {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "head_dim": 16}
+        | {"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "routed_scaling_factor": 2.5}
+        | {"moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16, "chunk_size": 8},
+        "nemotronh-hf-megatron",
+        {key: one for key, one in SCORED.items() if key != "moe_layer_freq"}
+        | {"normalization": "RMSNorm", "activation_func": squared_relu, "add_bias_linear": False}
+        | {"num_query_groups": GROUPS, "kv_channels": 16, "gated_linear_unit": False}
+        | {"mamba_num_heads": 4, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 8}
+        | {"moe_shared_expert_intermediate_size": 16, "num_layers": 4, "is_hybrid_model": True},
+    ),
     "gemma-3": (
         "Gemma3ForCausalLM",
         HF
@@ -270,10 +386,11 @@ def parallel_state() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_the_processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes from Megatron-core the need for a GPU and for Transformer Engine."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
@@ -281,6 +398,18 @@ def on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     router = "megatron.core.transformer.moe.moe_utils.te_general_gemm"
     monkeypatch.setattr(router, None, raising=False)
     monkeypatch.setattr(multi_latent_attention, "HAVE_TE", False)
+    if "nemotron-h" not in request.node.name:
+        return
+    pytest.importorskip("einops", reason="Megatron-core's Mamba layers need it")
+    with monkeypatch.context() as importing:
+        if find_spec("triton") is None:  # for kernels that are not called
+            importing.setitem(sys.modules, "triton", MagicMock())
+            importing.setitem(sys.modules, "triton.language", MagicMock())
+        block, mixer = (import_module(f"megatron.core.ssm.mamba_{n}") for n in ("block", "mixer"))
+    monkeypatch.setattr(block, "TENorm", WrappedTorchNorm)
+    monkeypatch.setattr(mixer, "HAVE_MAMBA_SSM", True)
+    monkeypatch.setattr(mixer, "ExtendedRMSNorm", GatedNorm)
+    monkeypatch.setattr(mixer, "mamba_split_conv1d_scan_combined", scan, raising=False)
 
 
 def megatron_model(name: str) -> torch.nn.Module:
@@ -299,7 +428,7 @@ def megatron_model(name: str) -> torch.nn.Module:
     is_gpt2, is_gemma = name == "gpt2", name == "gemma-3"
     is_latent = "multi_latent_attention" in options
     config = (MLATransformerConfig if is_latent else TransformerConfig)(
-        num_layers=LAYERS,
+        num_layers=options.get("num_layers", LAYERS),
         hidden_size=HIDDEN,
         ffn_hidden_size=4 * HIDDEN if is_gpt2 else FFN,
         num_attention_heads=HEADS,
@@ -309,8 +438,11 @@ def megatron_model(name: str) -> torch.nn.Module:
         hidden_dropout=0.0,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
-        **options,
+        **{key: one for key, one in options.items() if key != "num_layers"},
     )
+    if name == "nemotron-h":
+        local = partial(get_gpt_layer_local_spec, normalization="RMSNorm")
+        return mamba_model(config, "ME*-", local).eval()
     spec = (
         get_gpt_decoder_block_spec(
             config,
@@ -457,8 +589,9 @@ def test_a_torch_dist_folder_becomes_the_hugging_face_folder(
     model_name = mapping.split("-")[0]
     norms = [LOCAL_NORMS] if "num_moe_experts" in options else []
     between = ["megatron-dist-layers", *norms, f"{model_name}-megatron-hf"]
-    if "moe_layer_freq" in options:
-        between = ["megatron-dist-experts", "megatron-local-te", between[-1]]
+    if "moe_layer_freq" in options or name == "nemotron-h":
+        parts = ["megatron-dist-mamba"] if name == "nemotron-h" else []
+        between = ["megatron-dist-experts", *parts, "megatron-local-te", between[-1]]
     ckpt.convert(
         tmp_path / "dist",
         tmp_path / "back",
