@@ -157,10 +157,9 @@ def scan(
     bias: torch.Tensor,
     dt_bias: torch.Tensor,
     decay: torch.Tensor,
-    D: torch.Tensor,
     headdim: int,
     ngroups: int,
-    **_: object,
+    **given: Any,
 ) -> torch.Tensor:
     """The recurrence of Mamba 2, a step at a time, in the place of the kernel of mamba_ssm."""
     heads, (rows, width) = len(decay), weight.shape
@@ -178,7 +177,7 @@ def scan(
     for at in range(x.shape[1]):
         kept = state * (dt[:, at] * decay).exp()[..., None, None]
         state = kept + (dt[:, at, :, None] * x[:, at])[..., None] * b[:, at, :, None]
-        found.append((state * c[:, at, :, None]).sum(-1) + D[:, None] * x[:, at])
+        found.append((state * c[:, at, :, None]).sum(-1) + given["D"][:, None] * x[:, at])
     return torch.stack(found, 1).flatten(2) * torch.nn.functional.silu(z)
 
 
