@@ -21,7 +21,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -78,7 +77,7 @@ from formats.safetensors.huggingface import with_modules
 from formats.storage import Writer
 from sharding.agreement.call_events import Clock
 from sharding.agreement.ranks import SELF, Ranks
-from sharding.errors import ArgumentError, without_secrets
+from sharding.errors import ArgumentError, ArgumentTypeError, without_secrets
 from sharding.kind import Kind
 
 if TYPE_CHECKING:
@@ -309,8 +308,6 @@ def convert(
         StoreError: the disk or object store failed, or the ranks read different checkpoints.
         RankError: another rank failed; it has that rank's number and error.
     """
-    from ckpt.converting.weighted_sum import WeightedSum, check_has_sum, summands  # torch
-
     casts = Casts.of(dtype)
     changes = Changes(
         select=select,
@@ -343,9 +340,13 @@ def convert(
     is_first = ranks is None or ranks.rank == 0
     with call_together(ranks) as call, ExitStack() as stack:
         call.doing("reading the source")
-        is_sum = isinstance(src, WeightedSum)
-        opening = src.opened if isinstance(src, WeightedSum) else partial(open_source, src)
-        source = stack.enter_context(opening(storage_options))
+        if isinstance(src, (str, os.PathLike)):
+            total, opening = None, open_source(src, storage_options)
+        elif hasattr(src, "opened"):
+            total, opening = src, src.opened(storage_options)
+        else:
+            raise ArgumentTypeError(f"src is {src!r:.80}; give a path, a URL or a WeightedSum")
+        source = stack.enter_context(opening)
         if is_first:
             target.check_free(source)
         changes, beside = of_weights(changes, source, target.format)
@@ -356,16 +357,21 @@ def convert(
         counted = _count_bytes(progress, call)
         described = target.describe(source, changes, files, casts, allow_loss, counted)
         found, state = described.found, described.state
-        if is_sum:
+        if total is not None:
+            from ckpt.converting.weighted_sum import check_has_sum  # imports torch
+
             check_has_sum(source, found.catalog)
         untied = target.unties(files)
         if not dry_run:
             call.doing("writing")
         if not dry_run and resume:
             plans = target.plans(state, files, casts)
-            total = src if isinstance(src, WeightedSum) else None
             options = (target.format, changes, changes.parameters_of(source), total)
-            sources = [source] if total is None else summands(source)
+            sources: Sequence[Source] = [source]
+            if total is not None:
+                from ckpt.converting.weighted_sum import summands  # imports torch
+
+                sources = summands(source)
             target.write_missing(state, plans, identity_of(sources, options, plans))
         elif not dry_run:
             target.write(ranks, state, files, casts)

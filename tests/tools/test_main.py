@@ -351,6 +351,20 @@ def test_the_package_and_the_help_of_the_command_start_without_torch():
     assert ended.stderr == "[]\n"
 
 
+def test_a_conversion_starts_without_torch(saved, tmp_path):
+    code = (
+        "import sys; from tools.main import main; code = main(sys.argv[1:]); "
+        "print('torch' in sys.modules, file=sys.stderr); sys.exit(code)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "convert", "-q", str(saved), str(tmp_path / "w.safetensors")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr.splitlines()[-1:]) == (0, ["False"])
+
+
 def test_json_goes_to_stdout_alone(run, saved):
     for arguments in (["ls", saved], ["inspect", saved], ["verify", saved], ["diff", saved, saved]):
         ended = run(*arguments, "--json")
