@@ -352,7 +352,7 @@ def convert(
         changes, beside = of_weights(changes, source, target.format)
         changes = changes.resolved(source)
         files = changes.model_files(source) if target.format is Format.HUGGINGFACE else None
-        if files is not None and changes.config is None and changes.keeps_model(source):
+        if changes.config is None and changes.keeps_model(source):
             source = replace(source, catalog=with_modules(source.store, source.catalog))
         counted = _count_bytes(progress, call)
         described = target.describe(source, changes, files, casts, allow_loss, counted)

@@ -4,7 +4,8 @@
 
 1. The names that transformers has for the class of the module (`from_pretrained` uses them) come
    first: its tables of renames and conversions, and the prefix of its base models.
-2. Names that fit but for one prefix lose it, or get it. This is for folders of Hugging Face.
+2. Names that fit but for one prefix lose it, or get it. This is for folders of Hugging Face. Those
+   of sentence-transformers have further modules in sub-folders.
 3. A mapping that ships has the `model_type`s whose folders it reads. The one in `config.json`
    chooses.
 4. transformers declares tensors that old files hold and its class has not. They stay behind, and
@@ -55,6 +56,7 @@ from ckpt.state.saved import leaves
 from formats.catalog import Catalog, Key, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType
 from formats.joined import Part, join_catalogs
+from formats.safetensors import huggingface
 from sharding.describe.describing import state_dict_keys
 from sharding.describe.wrappers import child_of_wrapper
 from sharding.errors import ArgumentError
@@ -105,10 +107,21 @@ def _of_module(source: Source, module: object) -> Iterator[OtherNames]:
         yield found
     if source.catalog.format == "huggingface":
         yield from _with_prefix(source.catalog, names)
+        yield from _with_modules(source, names)
         for name in mappings_for(str(config.get("model_type"))):
             with suppress(ArgumentError):  # a rule names nothing here, or a size is unknown
                 mapped = Changes(mapping=name).apply(source).catalog
                 yield OtherNames(mapped, f"mapping={name!r}", f"mapping={name!r}")
+
+
+def _with_modules(source: Source, names: Set[str]) -> Iterator[OtherNames]:
+    """Yields the names of a folder of sentence-transformers with those of its further modules."""
+    whole = huggingface.with_modules(source.store, source.catalog)
+    if whole is not source.catalog and huggingface.MODULES in source.store.names():
+        rename = huggingface.module_names(source.store)
+        found = {folder: rename.get(folder, folder) for folder, _ in whole.parts if folder}
+        mapping = Changes(rename=found).mappings[0]
+        yield from _with_prefix(map_catalog(Mapped.identity(whole), mapping, {}).catalog, names)
 
 
 def _with_prefix(catalog: Catalog, names: Set[str]) -> Iterator[OtherNames]:

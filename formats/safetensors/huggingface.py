@@ -304,24 +304,29 @@ def module_folders(reader: Reader, present: Sequence[str]) -> tuple[str, ...]:
     if ADAPTER in present:
         folders = [name[:-1] for name in reader.entries() if name.endswith("/")]
         return tuple(folder for folder in folders if ADAPTER in reader.entries(folder))
-    if MODULES not in present:
-        return ()
+    return tuple(
+        name
+        for name in (module_names(reader) if MODULES in present else ())
+        if any(entry.endswith((_WHOLE, ".bin")) for entry in reader.entries(name))
+    )
+
+
+def module_names(reader: Reader) -> dict[str, str]:
+    """Returns the sub-folders that `modules.json` names, each with its module's name in memory."""
     size = reader.size(MODULES)
     check("index_bytes", size, MODULES)
     try:
         listed = json.loads(reader.read(MODULES, 0, size))
     except ValueError:
-        return ()  # of another library
-    paths = [each.get("path") for each in listed if isinstance(each, dict)] if listed else []
-    names = [path.strip("/") for path in paths if isinstance(path, str)]
-    return tuple(
-        name
-        for name in names
-        if name not in ("", ".", "..")
-        and not set("\\:") & set(name)
-        and ".." not in name.split("/")
-        and any(entry.endswith((_WHOLE, ".bin")) for entry in reader.entries(name))
-    )
+        return {}  # of another library
+    found: dict[str, str] = {}
+    for each in listed if isinstance(listed, list) else ():
+        path, name = (each.get("path"), each.get("name")) if isinstance(each, dict) else (None, "")
+        if isinstance(path, str) and not set("\\:") & set(path):
+            path = path.strip("/")
+            if path not in ("", ".") and ".." not in path.split("/"):
+                found[path] = str(name)
+    return found
 
 
 def plans(

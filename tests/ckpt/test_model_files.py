@@ -210,8 +210,11 @@ def test_the_modules_of_sentence_transformers_go_along_with_their_weights(
         assert torch.equal(found["linear.weight"].float(), dense["linear.weight"])
         assert set(load_file(hf / "model.safetensors")) == {"w", "v"}
         assert (hf / "2_Dense" / "config.json").read_text() == "{}"
+    ckpt.convert(source, tmp_path / "a.safetensors", verify=True)
+    flat = load_file(tmp_path / "a.safetensors")
+    assert set(flat) == {"w", "v", "2_Dense.linear.weight", "2_Dense.linear.bias"}
     with pytest.raises(UnsupportedError, match=r"2_Dense/ is a folder of weights that is not read"):
-        ckpt.convert(source, tmp_path / "a.safetensors")
+        ckpt.convert(source, tmp_path / "b.safetensors", rename={"w": "x"})
 
 
 def test_a_file_of_weights_that_is_not_read_is_named(source: Path, tmp_path: Path) -> None:

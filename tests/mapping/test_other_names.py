@@ -124,6 +124,26 @@ def test_names_that_do_not_fit_wholly_are_an_error_and_nothing_changes(
     assert "Fewer differ" not in str(error.value)
 
 
+def test_the_modules_of_sentence_transformers_are_one_model(tmp_path: Path) -> None:
+    source = folder(tmp_path / "st", w=rows(2) + 1, h__b=rows(3))
+    modules = [("0", ""), ("1", "1_Pooling"), ("2", "2_Dense")]
+    listed = [{"idx": n, "name": name, "path": path} for n, (name, path) in enumerate(modules)]
+    (source / "modules.json").write_text(json.dumps(listed))
+    dense = folder(source / "2_Dense", linear__weight=rows(2) + 5, linear__bias=rows(1))
+    (dense / "config.json").write_text("{}")
+    target = nest(
+        **{"0__model__w": rows(2), "0__model__h__b": torch.zeros(3, 3)},
+        **{"2__linear__weight": rows(2), "2__linear__bias": torch.zeros(1, 3)},
+    )
+    ckpt.load(source, target)
+    found = target.state_dict()
+    assert torch.equal(found["0.model.w"], rows(2) + 1)
+    assert torch.equal(found["0.model.h.b"], rows(3))
+    assert torch.equal(found["2.linear.weight"], rows(2) + 5)
+    with pytest.raises(ckpt.MismatchError):
+        ckpt.load(source, nest(**{"0__model__w": rows(2), "2__linear__weight": rows(2)}))
+
+
 AT = "model__layers__0__mlp__experts"
 STACKED = {f"{AT}__gate_up_proj": torch.zeros(2, 4, 3), f"{AT}__down_proj": torch.zeros(2, 2, 3)}
 
