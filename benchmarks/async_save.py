@@ -2,13 +2,15 @@
 
 python benchmarks/async_save.py --world-size 1 2 --store DIR
 
-Three tables. The first is of workload A: the time until training may go on, over that of a copy of
+Four tables. The first is of workload A: the time until training may go on, over that of a copy of
 the same bytes into memory that is warm: of a first save, of a first one after `ckpt.prepare` (in
 processes of their own), and of later ones. The second is of a model that trains, under FSDP2: the
 steps while a save is in the background over those before it, in the same round, and all that the
-save has cost the training until it was over, in seconds. The third is of weights in bfloat16 for
-`from_pretrained`, written with a checkpoint: as its second output, by a conversion afterwards, and
-as most trainings do it, from a whole state dict on rank 0.
+save has cost the training until it was over, in seconds. The third is of the same training, with a
+bound on host memory of all of a rank's part and of less: the peak is of the shared memory, and of
+all other memory that the save adds to the trainer and that the writer process has. The fourth is of
+weights in bfloat16 for `from_pretrained`, written with a checkpoint: as its second output, by a
+conversion afterwards, and as most trainings do it, from a whole state dict on rank 0.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import os
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,6 +59,8 @@ SECONDS = 300
 PREPARED_SECONDS = 10
 
 COPIED, OVERLAPPED = "ckpt, copied", "ckpt, overlapped"
+PARTS = (1, 2, 4, 8)
+"""The bounds on host memory: a rank's part by these numbers."""
 
 Finish = Callable[[], object]
 """Returns when a save is over."""
@@ -244,7 +249,102 @@ def _cost_rows(label: str, ranks: Sequence[dict[str, list[Cost]]]) -> list[list[
     return rows
 
 
-# The third table: weights beside a checkpoint.
+# The third table: less host memory than a rank's part.
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """Saves within a bound on host memory, on one rank."""
+
+    costs: list[Cost]
+    bound_bytes: int
+    peak_bytes: int
+
+
+class Watch:
+    """Looks at the memory of a trainer, its arena and its writer, two hundred times a second."""
+
+    def __init__(self) -> None:
+        self._shared = import_module("ckpt.saving.writers").arena_writer()
+        self._writer = self._shared.writer().process.pid
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._before = _private()
+        self.most = 0
+        """The most bytes beyond those of the trainer before."""
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._is_over.wait(0.005):
+            arena = os.fstat(self._shared.arena.descriptor).st_blocks * 512
+            added = _private() - self._before + arena + _private(self._writer)
+            self.most = max(self.most, added)
+
+
+def _bounded(store: str, gib: float, rounds: int, part: int) -> Bounded:
+    running = Training(gib)
+    running.step()
+    state = {"model": running.model, "optimizer": running.optimizer}
+    ours = f"{store}/ours"
+    first = ckpt.save(ours, state, blocking=False, host_memory="64MiB", overwrite=True)
+    nbytes = first.result(SECONDS).nbytes
+    bound = nbytes if part == 1 else max(nbytes // part, 1 << 20)
+
+    def save() -> tuple[Callable[[], bool], Finish]:
+        handle = ckpt.save(ours, state, blocking=False, host_memory=bound, overwrite=True)
+        return handle.done, lambda: handle.wait(SECONDS)
+
+    for _ in range(5):  # then the arena has the size of these
+        save()[1]()
+    with Watch() as watch:  # without steps, whose own memory comes and goes
+        save()[1]()
+    costs = []
+    for _ in range(rounds):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            report.remove(ours)
+            os.sync()
+        dist.barrier()
+        costs.append(_cost(running.step, save))
+    return Bounded(costs, bound, watch.most)
+
+
+def _private(process: int | str = "self") -> int:
+    """The bytes of memory that a process shares with no other and with no file."""
+    text = Path(f"/proc/{process}/status").read_text()
+    return int(text.partition("RssAnon:")[2].split()[0]) << 10
+
+
+def _bounded_rows(label: str, store: str, gib: float, rounds: int, world_size: int) -> list[Any]:
+    rows = []
+    for part in PARTS:
+        ranks = measure.on_ranks(world_size, _bounded, store, gib, rounds, part)
+        slowest = [
+            max(parts, key=lambda cost: cost.lost)
+            for parts in zip(*(rank.costs for rank in ranks), strict=True)
+        ]
+        rows.append(
+            [
+                label,
+                "1" if part == 1 else f"1/{part}",
+                f"{max(rank.bound_bytes for rank in ranks) >> 20}",
+                f"{max(rank.peak_bytes for rank in ranks) >> 20}",
+                report.spread([cost.stall for cost in slowest]),
+                report.spread([cost.lost for cost in slowest]),
+                f"{statistics.median(cost.steps for cost in slowest):g}",
+            ]
+        )
+    return rows
+
+
+# The fourth table: weights beside a checkpoint.
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +460,7 @@ def _weights_rows(label: str, ranks: Sequence[dict[str, list[Weights]]]) -> list
 
 def tables(options: report.Options) -> list[report.Table]:
     """All tables, a block of rows for each world size."""
-    stalls, costs, weights = [], [], []
+    stalls, costs, bounded, weights = [], [], [], []
     trained = min(options.gib, TRAINED_GIB)
     for world_size in options.world_sizes:
         label = str(world_size)
@@ -380,6 +480,7 @@ def tables(options: report.Options) -> list[report.Table]:
             continue  # then it is the ranks that make one another wait
         with options.folder() as store:
             ranks = measure.on_ranks(world_size, _costs, store, trained, options.rounds)
+            bounded += _bounded_rows(label, store, trained, options.rounds, world_size)
             found = measure.on_ranks(world_size, _weights, store, trained, options.rounds)
         costs += _cost_rows(label, ranks)
         weights += _weights_rows(label, found)
@@ -393,6 +494,11 @@ def tables(options: report.Options) -> list[report.Table]:
             f"Training during a save, {trained:g} GiB, {options.where}",
             ("W", "", "call, seconds", "step ÷ before", "lost, seconds", "steps"),
             costs,
+        ),
+        report.Table(
+            f"Training during a save in less host memory, {trained:g} GiB, {options.where}",
+            ("W", "bound ÷ part", "MiB", "peak MiB", "call, seconds", "lost, seconds", "steps"),
+            bounded,
         ),
         report.Table(
             f"A checkpoint and weights in bfloat16, {trained:g} GiB, {options.where}",

@@ -134,6 +134,25 @@ def parse_bytes(text: str) -> int:
     return nbytes
 
 
+LEAST_BOUND_BYTES = 1 << 20
+
+
+def bound_bytes(host_memory: str | int | None) -> int | None:
+    """Returns the bytes of the argument `host_memory`. Raises ArgumentError if they are too few.
+
+    >>> bound_bytes("8GB"), bound_bytes(1 << 30), bound_bytes(None)
+    (8000000000, 1073741824, None)
+    """
+    if host_memory is None:
+        return None
+    if isinstance(host_memory, bool) or not isinstance(host_memory, int | str):
+        raise ArgumentTypeError(f"host_memory is {host_memory!r:.80}; give bytes or a text as 8GB")
+    nbytes = parse_size(host_memory) if isinstance(host_memory, str) else host_memory
+    if nbytes < LEAST_BOUND_BYTES:
+        raise ArgumentError(f"host_memory is {host_memory!r}; give at least 1MiB, or None")
+    return nbytes
+
+
 MAX_WORKERS = 4
 
 

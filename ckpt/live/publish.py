@@ -40,8 +40,9 @@ from ckpt.saving.arena import Arena
 from ckpt.saving.background import SaveHandle, begin
 from ckpt.saving.save import check_free
 from ckpt.saving.staging import COPIED
-from ckpt.saving.writers import ArenaWriter, new_arena
+from ckpt.saving.writers import ArenaWriter, Fill, new_arena
 from ckpt.stores.addresses import MOST_VERSION, NAME
+from ckpt.transfer.write_job import Ring
 from formats.native.manifest import MANIFEST, dump
 from formats.native.shard import ShardSummary
 from sharding.agreement.call_events import pause_collection
@@ -377,7 +378,9 @@ class _Version:
         """Returns the live state's arena writer, with the arena of this version."""
         return self.live._place(self.slot, self.number)
 
-    def write(self, data: memoryview, place: ArenaWriter) -> ShardSummary:
+    def write(
+        self, data: memoryview, place: ArenaWriter, ring: Ring | None, fill: Fill
+    ) -> ShardSummary:
         """Seals this rank's part, and gives it to the server of this host."""
         file, hosts = self.attempt.file_name, self.live.hosts
         job = SealJob(hosts.name, self.number, file, self.attempt.plan)

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 from warnings import warn
 
-from ckpt.arguments import CastingRule, Uncopied
+from ckpt.arguments import CastingRule, Uncopied, bound_bytes
 from ckpt.errors import (
     ArgumentError,
     CkptError,
@@ -95,6 +95,7 @@ class Checkpointer(Uncopied):
         memory: Memory | None = None,
         blocking: bool = False,
         staging: When = COPIED,
+        host_memory: str | int | None = None,
         compress: Compress = False,
         replicas: Replicas = "sample",
         metadata: Mapping[str, str] | None = None,
@@ -126,7 +127,8 @@ class Checkpointer(Uncopied):
             memory: keep the last two steps also in memory that outlives the trainers. A restore
                 takes a step from there, without a disk, if no tier has a newer one.
             blocking: whether `save` returns only once the checkpoint exists.
-            staging, compress, replicas, metadata, storage_options: as `ckpt.save` takes them.
+            staging, host_memory, compress, replicas, metadata, storage_options: as `ckpt.save`
+                takes them.
             on_failure: "continue" warns of a save that failed and saves again at the next step;
                 "raise" raises its error.
             signals: if any rank gets one of these signals, a checkpoint is due at once, and
@@ -163,10 +165,16 @@ class Checkpointer(Uncopied):
             also.check_steps()
         elif also_every is not None:
             raise ArgumentError(f"also_every={also_every} is the period of also=, which is missing")
+        if host_memory is not None and not (also is None and memory is None):
+            raise ArgumentError(
+                "also= and memory= keep copies of the whole state in host memory, which "
+                "host_memory= bounds: leave out one of them"
+            )
         self._failures = Failures(on_failure)
         self._arguments = SaveArguments(
             blocking=blocking,
             staging=staging,
+            host_memory=bound_bytes(host_memory),
             compress=compress,
             replicas=replicas,
             metadata=dict(metadata or {}),
@@ -184,6 +192,8 @@ class Checkpointer(Uncopied):
         self._due = Due(self._schedule, () if read_only else signals, self._ranks, self._saves)
         self._is_restored = self._is_closed = False
         self._is_read_only = self._saves_nothing = read_only
+        self._is_prepared = blocking or read_only
+        """Whether the memory of a background save is there, or is not needed."""
         self._saves_on_exception = save_on_exception and not read_only
         self._given: LastGiven | None = None
         """The state to save after an exception, inside of the `with` block."""
@@ -191,10 +201,11 @@ class Checkpointer(Uncopied):
         """Whether an exception has ended the loop."""
         self._local: LocalTier | None = None
         self._memory: MemoryTier | None = None
-        how = (blocking, staging, compress, replicas, on_failure, memory, save_on_exception, also)
+        bound = self._arguments.host_memory
+        how = (blocking, staging, bound, compress, replicas, on_failure, memory, save_on_exception)
         local_ones = (local_every_steps, local_keep)
         seconds = (deadline, None if timeout is None else float(timeout))
-        arguments = (self.url, self._keep, self._schedule, how, local_ones, seconds)
+        arguments = (self.url, self._keep, self._schedule, how, also, local_ones, seconds)
         try:
             options = local_options(local, local_every_steps, local_keep, self.url)
             self._open_tiers(repr(arguments), options, memory)
@@ -282,6 +293,9 @@ class Checkpointer(Uncopied):
         if memory is not None and not is_due and not memory.is_due(step):
             memory = None
         if not is_due and tier is None and memory is None:
+            if not self._is_prepared:
+                self._is_prepared = True
+                self._saves.prepare(state)
             return False
         saves = self._saves
         if saves.has_begun(step, force):

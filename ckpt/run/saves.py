@@ -31,6 +31,7 @@ communicate. Rules:
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -40,10 +41,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+from warnings import warn
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckpt.errors import NotOwnerError
+from ckpt.errors import BackgroundError, NotOwnerError, SaveFailedWarning
 from ckpt.loading.newest import BEGAN, ORDER
 from ckpt.run.exchange import RunRanks
 from ckpt.run.owner import Ownership
@@ -52,7 +54,7 @@ from ckpt.run.steps import METRICS, PROVENANCE, STEP, RunCounter, Tidying
 from ckpt.run.tiers import HOSTS, LocalTier
 from ckpt.saving.agreement import SaveOptions, StoredDtypes
 from ckpt.saving.background import Also, SaveHandle
-from ckpt.saving.save import save_with
+from ckpt.saving.save import prepare, save_with
 from ckpt.saving.staging import When, optimizers, runs_hooks
 from ckpt.stores.store import Options, local_path, split_url
 from ckpt.transfer.facts import Beside, find_known, folder_name
@@ -65,12 +67,16 @@ if TYPE_CHECKING:
     from sharding.agreement.ranks import Group
 
 
+_log = logging.getLogger("ckpt.run")
+
+
 @dataclass(frozen=True, slots=True)
 class SaveArguments:
     """The arguments of a `Checkpointer` for all of its saves. Raises ArgumentError."""
 
     blocking: bool
     staging: When
+    host_memory: str | int | None
     compress: Compress
     replicas: Replicas
     metadata: Mapping[str, str]
@@ -234,6 +240,19 @@ class RunSaves:
 
         return look
 
+    def prepare(self, state: object) -> None:
+        """Lets a thread allocate the memory of the first save, while training goes on.
+
+        All ranks call this. A state that cannot be stored is an error of the save.
+        """
+        how = self._arguments
+        try:
+            prepare(state, host_memory=how.host_memory, group=how.group, timeout=how.timeout)
+        except BackgroundError as error:  # of another save, whose caller has not seen it
+            warn(str(error), SaveFailedWarning, stacklevel=3)
+        except Exception as error:
+            _log.info("nothing is prepared for the first save: %s", error)
+
     def begin(
         self,
         step: int,
@@ -275,6 +294,7 @@ class RunSaves:
                 progress=None,
                 blocking=waits and not options.counts,  # only staged memory is counted
                 staging=how.staging,
+                host_memory=how.host_memory,
                 when_busy="wait",
                 storage_options=how.storage_options if tier is None else None,
                 timeout=seconds,

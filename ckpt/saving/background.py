@@ -22,12 +22,12 @@ from ckpt.display import printable, size
 from ckpt.errors import CkptError, SecondOutputWarning, StoreError, WaitTimeoutError
 from ckpt.opening.in_flight import SaveQueue, saves
 from ckpt.saving.agreement import SaveAttempt, finish
-from ckpt.saving.staging import OVERLAPPED, Staging, When, addresses_of_hooked, slots
-from ckpt.saving.writers import ArenaWriter, arena_writer, write_here
+from ckpt.saving.staging import OVERLAPPED, Staging, When, slots, waiting
+from ckpt.saving.writers import ArenaWriter, Fill, arena_writer, write_here
 from ckpt.state.flatten import Leaf
 from ckpt.state.state_spec import StateSpec
 from ckpt.stores.store import Options, Store, absolute, open_store, place_elsewhere
-from ckpt.transfer.write_job import call_message, read_call
+from ckpt.transfer.write_job import Ring, call_message, read_call
 from formats.native.manifest import STAGED_SECONDS
 from formats.native.shard import Progress, ShardSummary
 from sharding.agreement.call_events import Clock
@@ -147,8 +147,13 @@ class Target(Protocol):
         """Returns the arena to stage in, and its writer."""
         ...
 
-    def write(self, data: memoryview, place: ArenaWriter) -> ShardSummary:
-        """Returns the facts of this rank's file, with the staged bytes `data` in it."""
+    def write(
+        self, data: memoryview, place: ArenaWriter, ring: Ring | None, fill: Fill
+    ) -> ShardSummary:
+        """Returns the facts of this rank's file, with the staged bytes `data` in it.
+
+        With a ring, `fill` brings the bytes that pass it.
+        """
         ...
 
     def end(
@@ -182,20 +187,24 @@ class Folder:
         """Returns the arena writer of all saves to stores."""
         return arena_writer()
 
-    def write(self, data: memoryview, place: ArenaWriter) -> ShardSummary:
+    def write(
+        self, data: memoryview, place: ArenaWriter, ring: Ring | None, fill: Fill
+    ) -> ShardSummary:
         """Writes this rank's shard file, by the writer process if it can reach the store.
 
         This thread writes the file where the system has no process or descriptor left for that one.
         """
         elsewhere = place_elsewhere(self.handle.url, self.options)
         job = self.attempt.job(*(elsewhere or (self.handle.url, self.options)))
+        job = replace(job, ring=ring)
+        used = None if ring is None else fill
         writer = None
         if elsewhere is not None:
             with suppress(StoreError):
                 writer = place.writer()
         if writer is None:
-            return write_here(job, data, place.arena, self.progress)
-        return writer.write(job, self.progress)
+            return write_here(job, data, place.arena, self.progress, used)
+        return writer.write(job, self.progress, used)
 
     def end(
         self,
@@ -220,11 +229,13 @@ def begin(
     leaves: Sequence[Leaf],
     ranks: Ranks,
     when: When,
+    ring: Ring | None = None,
 ) -> None:
     """Copies the tensors that the call must copy, and starts the rest of the save in a thread.
 
     `ranks` are those of the continuation, which hear the thread's result. Raises no error: from
-    here on errors are the handle's, because the other ranks wait for this rank's report.
+    here on errors are the handle's, because the other ranks wait for this rank's report. A `ring`
+    divides the memory of a rank's part that is larger.
     """
     handle = target.handle
     staged: list[_Staged] = []
@@ -232,7 +243,7 @@ def begin(
     """The thread takes the save and goes on, or an interrupted call does and ends it."""
 
     def stage() -> None:
-        staged.append(_stage(target, leaves, state, when))
+        staged.append(_stage(target, leaves, state, when, ring))
         if not staged[0].staging.is_done:
             handle.staging(staged[0].staging.help)
             staged[0].staging.hold_steps()
@@ -266,13 +277,15 @@ class _Staged:
     data: memoryview
 
 
-def _stage(target: Target, leaves: Sequence[Leaf], state: object, when: When) -> _Staged:
+def _stage(
+    target: Target, leaves: Sequence[Leaf], state: object, when: When, ring: Ring | None
+) -> _Staged:
     plan = target.attempt.plan
-    place, found = target.arena_writer(), slots(plan, leaves)
-    data = place.reserve(plan.nbytes)
-    held = addresses_of_hooked(state) if when == OVERLAPPED else set()
+    place, found = target.arena_writer(), slots(plan, leaves, ring)
+    data = place.reserve(plan.nbytes if ring is None else ring.start + ring.nbytes)
+    later = waiting(found, state) if when == OVERLAPPED and ring is None else ()
     workers = workers_for(target.attempt.mesh.size)
-    return _Staged(place, Staging(found, data, place.arena, held, workers), data)
+    return _Staged(place, Staging(found, data, place.arena, later, workers, ring), data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,17 +322,28 @@ class _Save:
 
     def _write(self, staged: _Staged, clock: Clock) -> ShardSummary | None:
         """Writes this rank's shard file; returns None if the rank has nothing to write."""
-        handle, place = self._target.handle, staged.arena_writer
-        if not staged.staging.is_done:
-            clock.doing("copying the state")
-        staged.staging.finish()  # first, because the training may wait for the copies
-        handle.mark_staged()
+        handle, place, staging = self._target.handle, staged.arena_writer, staged.staging
+        if staging.ring is None:
+            if not staging.is_done:
+                clock.doing("copying the state")
+            staging.finish()  # first, because the training may wait for the copies
+            handle.mark_staged()
         if not self._target.attempt.plan.items:
             return None
+
+        def fill(freed: int) -> int:
+            copied = staging.fill(freed)
+            if staging.is_done:
+                handle.mark_staged()
+            return copied
+
         handle.follow(place.arena.progress)
         clock.doing("writing")
         clock.count(self._target.attempt.plan.nbytes)
-        return self._target.write(staged.data, place)
+        try:
+            return self._target.write(staged.data, place, staging.ring, fill)
+        finally:
+            staging.end()
 
     def _touch(self, place: ArenaWriter) -> None:
         """Touches the arena if this save filled new memory: the next save has no page faults."""
@@ -345,7 +369,7 @@ def _abandon(handle: SaveHandle, staged: list[_Staged]) -> None:
 def _let_go(staged: list[_Staged]) -> None:
     """Lets no optimizer step wait for copies that are never written."""
     while staged:
-        _attempt(lambda: staged.pop().staging.finish())
+        _attempt(lambda: staged.pop().staging.end())
 
 
 def _name_of(error: Exception | None) -> str:

@@ -21,8 +21,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, get_args, overload
 from warnings import warn
 
-from ckpt.arguments import WhenBusy, check_order, check_word, workers_for
-from ckpt.errors import BusyError, RankError
+from ckpt.arguments import WhenBusy, bound_bytes, check_order, check_word, workers_for
+from ckpt.errors import ArgumentError, BusyError, RankError
 from ckpt.opening import in_flight
 from ckpt.plan.save_plan import WriteItem, choose_layouts, plan_save
 from ckpt.saving.agreement import (
@@ -34,7 +34,7 @@ from ckpt.saving.agreement import (
     finish,
 )
 from ckpt.saving.background import Also, CommittedSave, Folder, SaveHandle, begin, lasting
-from ckpt.saving.staging import When
+from ckpt.saving.staging import When, divide, slots
 from ckpt.saving.writers import arena_writer
 from ckpt.state.flatten import FlatState, Leaf, flatten
 from ckpt.state.memory import blocks, outgoing
@@ -69,6 +69,7 @@ def save(
     progress: Progress | None = None,
     blocking: Literal[False],
     staging: When = "copied",
+    host_memory: str | int | None = None,
     when_busy: WhenBusy = "wait",
     storage_options: Options = None,
     timeout: float = TIMEOUT_SECONDS,
@@ -91,6 +92,7 @@ def save(
     progress: Progress | None = None,
     blocking: bool = True,
     staging: When = "copied",
+    host_memory: str | int | None = None,
     when_busy: WhenBusy = "wait",
     storage_options: Options = None,
     timeout: float = TIMEOUT_SECONDS,
@@ -112,6 +114,7 @@ def save(
     progress: Progress | None = None,
     blocking: bool = True,
     staging: When = "copied",
+    host_memory: str | int | None = None,
     when_busy: WhenBusy = "wait",
     storage_options: Options = None,
     timeout: float = TIMEOUT_SECONDS,
@@ -155,6 +158,10 @@ def save(
             "overlapped": the tensors that only the optimizers' steps change are copied during the
             next forward and backward pass (docs/saving.md lists the changes that are found, and
             those that are not).
+        host_memory: the most bytes of host memory, as "8GB" or a number, in which this rank keeps
+            its part for a background save. A larger part passes through it in waves: tensors that
+            only optimizers' steps change are copied while the file is written, and a step waits
+            until they are (docs/saving.md).
         when_busy: while a background save of this process is in flight, "wait" until it is over, or
             "refuse" this one.
         storage_options: options of the fsspec driver of `url`: addresses, credentials. Settings in
@@ -198,6 +205,7 @@ def save(
         progress=progress,
         blocking=blocking,
         staging=staging,
+        host_memory=host_memory,
         when_busy=when_busy,
         storage_options=storage_options,
         timeout=timeout,
@@ -214,6 +222,7 @@ def save_with(
     progress: Progress | None,
     blocking: bool,
     staging: When,
+    host_memory: str | int | None,
     when_busy: WhenBusy,
     storage_options: Options,
     timeout: float | None,
@@ -231,6 +240,7 @@ def save_with(
     with in_flight.mark_errors_seen() as begun, ranks.call(name, later):
         check_order("ckpt.save", url, state)
         options = make_options()
+        bound = bound_bytes(host_memory)
         if when_busy == "wait":
             in_flight.saves.wait()
         with open_store(url, storage_options) as store, pause_collection(), ExitStack() as stack:
@@ -238,13 +248,23 @@ def save_with(
             def check() -> None:
                 turn = None if blocking else stack
                 check_word("staging", staging, get_args(When))
+                if bound is not None and also is not None:
+                    raise ArgumentError(
+                        "also= writes from a copy of the whole state, which host_memory= may not "
+                        "hold: leave out one of them; `ckpt convert` writes a second output later"
+                    )
                 check_free(in_flight.saves, when_busy, turn, ranks.is_single_process)
                 check_options(ranks, store, options)
                 if also is not None and checks_also:
                     also.check(store, ranks.rank == 0)
 
             seconds = None if timeout is None else float(timeout)
-            arguments = {"staging": staging, "when_busy": when_busy, "timeout": seconds}
+            arguments = {
+                "staging": staging,
+                "host_memory": bound,
+                "when_busy": when_busy,
+                "timeout": seconds,
+            }
             path = local_path(store.url)
             is_new = path is None or not os.path.lexists(path)  # no rank writes before all agree
             try:
@@ -257,12 +277,18 @@ def save_with(
             if also is not None and checks_also:
                 also.plan(store, attempt.described)
             if later is not None:
+                ring = None
+                if bound is not None:
+                    ring = ranks.run_on_all(
+                        "dividing the host memory",
+                        lambda: divide(slots(attempt.plan, leaves), state, bound),
+                    )
                 later.connect()
                 handle = SaveHandle(absolute(url), attempt.plan.nbytes, started)
                 begun.append(handle)
                 target = Folder(handle, lasting(attempt), store.options, progress, also=also)
                 ranks.doing("copying the state")
-                begin(target, state, leaves, later, staging)
+                begin(target, state, leaves, later, staging, ring)
                 return handle
             ranks.doing("writing")
             written, failed = result_or_error(lambda: _write(store, attempt, leaves, progress))
@@ -330,7 +356,13 @@ def _write(
     return write(attempt.job(store.url, store.options), store, tensors, progress, overlap)
 
 
-def prepare(state: object, *, group: Group = None, timeout: float = TIMEOUT_SECONDS) -> None:
+def prepare(
+    state: object,
+    *,
+    host_memory: str | int | None = None,
+    group: Group = None,
+    timeout: float | None = TIMEOUT_SECONDS,
+) -> None:
     """Prepares this process so that its first background save of `state` waits for no new memory.
 
     Returns once the ranks have a plan, which takes as long as a save's description of the state. A
@@ -339,8 +371,8 @@ def prepare(state: object, *, group: Group = None, timeout: float = TIMEOUT_SECO
 
     All ranks of `group` call this as they call `ckpt.save`, with a state of the same shapes. Most
     optimizers have no state before their first step. From now on this process keeps the memory: as
-    much as the rank writes. Without this call the first save allocates it, and takes several times
-    as long as a later one.
+    much as the rank writes, or `host_memory` if that is less. Without this call the first save
+    allocates it, and takes several times as long as a later one.
 
     Raises:
         StateError: a value cannot be stored; the error names its key path.
@@ -352,6 +384,7 @@ def prepare(state: object, *, group: Group = None, timeout: float = TIMEOUT_SECO
     """
     ranks = Ranks(group, timeout)
     with ranks.call("ckpt.prepare"), pause_collection(), ExitStack() as stack:
+        bound = bound_bytes(host_memory)
         in_flight.saves.wait()
 
         def describe() -> FlatState:
@@ -364,4 +397,5 @@ def prepare(state: object, *, group: Group = None, timeout: float = TIMEOUT_SECO
         leaves = list(held.flat.leaves.values())
         locals_ = (leaves[item.source].local for item in plan.items)
         device = next((local.device for local in locals_ if local.is_cuda), None)
-        arena_writer().prepare(plan.nbytes, workers_for(ranks.world_size), device)
+        nbytes = plan.nbytes if bound is None else min(plan.nbytes, bound)
+        arena_writer().prepare(nbytes, workers_for(ranks.world_size), device)

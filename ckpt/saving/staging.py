@@ -6,6 +6,17 @@ optimizers change are copied later, and such a step waits for the copies. An ear
 tensor that is copied later fails the save: the tensor's version shows it, or a sample of its
 elements if the change does not count as a version.
 
+[Note: waves]
+With a bound on host memory that is less than the rank's part, tensors that only optimizers' steps
+change pass through a ring of memory (`ckpt.transfer.write_job.Ring`): the writer's messages tell
+which bytes are in the file, and others take their place, in the order of the file. A step waits
+until all of them are copied, so as long as the writer needs for all but a ring of them. All other
+tensors are copied in the call and keep their memory until the end.
+
+1. The thread of the save alone copies; a step only waits. An error of the writer ends the wait.
+2. Each tensor is compared with its sample and version of the call directly after its last byte is
+   copied. A change between its first and its last byte is an error too.
+
 Host memory:
 
 1. One thread copies in pieces of `PIECE_BYTES` and keeps the interpreter's lock. A thread that
@@ -37,7 +48,7 @@ import ctypes
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -46,10 +57,12 @@ from torch.optim import Optimizer, lr_scheduler, optimizer
 
 from ckpt.errors import StateChangedError
 from ckpt.plan.save_plan import SavePlan, WriteItem
-from ckpt.saving.arena import Arena
+from ckpt.saving.arena import Arena, address_of
 from ckpt.state.flatten import Leaf
 from ckpt.state.memory import blocks, is_plain, take_samples
 from ckpt.state.stateful import MAX_DEPTH
+from ckpt.transfer.write_job import LEAST_RING_BYTES, Ring
+from sharding.errors import ArgumentError
 
 When = Literal["copied", "overlapped"]
 COPIED: When = "copied"
@@ -97,10 +110,14 @@ class Slot(NamedTuple):
         return start
 
 
-def slots(plan: SavePlan, leaves: Sequence[Leaf]) -> list[Slot]:
+def slots(plan: SavePlan, leaves: Sequence[Leaf], ring: Ring | None = None) -> list[Slot]:
     """Returns the items of a plan with their tensors; `leaves` has the tensors by number."""
     sources = [leaves[item.source] for item in plan.items]
-    return list(map(Slot._make, zip(plan.items, sources, strict=True)))
+    items = plan.items
+    if ring is not None:
+        offsets = zip(items, ring.offsets(plan), strict=True)
+        items = tuple(item._replace(offset=offset) for item, offset in offsets)
+    return list(map(Slot._make, zip(items, sources, strict=True)))
 
 
 class DeviceCopies:
@@ -111,24 +128,37 @@ class DeviceCopies:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._kept: list[torch.Tensor] = []
         """The tensors that the streams still read from: their memory must not be reused."""
+        self._source: tuple[Slot, torch.Tensor] | None = None
+        """The tensor that is copied in parts, and its bytes."""
+
+    def follow(self, device: torch.device) -> torch.cuda.Stream:
+        """Returns the stream of copies from a device, which follow the work queued there so far."""
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            page_lock(self._data, device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        return stream
 
     def start(self, slot: Slot) -> None:
         """Starts the copy of a tensor to its slot, after the work queued on its device so far."""
-        item, local = slot.item, slot.local
-        stream = self._streams.get(local.device)
-        if stream is None:
-            stream = self._streams[local.device] = torch.cuda.Stream(  # type: ignore[no-untyped-call]
-                local.device
-            )
-            page_lock(self._data, local.device)
-        stream.wait_stream(torch.cuda.current_stream(local.device))
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(self.follow(slot.local.device)):
             source = slot.flat.resolve_conj().resolve_neg()
-            target = torch.frombuffer(
-                self._data, dtype=torch.uint8, count=source.nbytes, offset=item.offset
+            self._room(slot.item.offset, source.nbytes).view(source.dtype).copy_(
+                source, non_blocking=True
             )
-            target.view(source.dtype).copy_(source, non_blocking=True)
-        self._kept += [local, source]
+        self._kept += [slot.local, source]
+
+    def start_part(self, slot: Slot, lo: int, hi: int, at: int) -> None:
+        """Starts the copy of bytes `[lo, hi)` of a tensor to byte `at`, after the last `follow`."""
+        with torch.cuda.stream(self._streams[slot.local.device]):
+            if self._source is None or self._source[0] is not slot:
+                flat = slot.flat.resolve_conj().resolve_neg().contiguous()
+                self._source = slot, flat.view(torch.uint8)
+            self._room(at, hi - lo).copy_(self._source[1][lo:hi], non_blocking=True)
+
+    def _room(self, at: int, nbytes: int) -> torch.Tensor:
+        return torch.frombuffer(self._data, dtype=torch.uint8, count=nbytes, offset=at)
 
     def finish(self) -> None:
         """Returns once all started copies are in the arena."""
@@ -166,6 +196,36 @@ def release(address: int) -> None:
             runtime.cudaHostUnregister(address)
 
 
+def waiting(found: Sequence[Slot], state: object) -> list[int]:
+    """Returns the numbers of the slots that can be copied later, until a step of an optimizer."""
+    held = addresses_of_hooked(state)
+    return [number for number, slot in enumerate(found) if held and _can_wait(slot, held)]
+
+
+def divide(found: Sequence[Slot], state: object, bound: int) -> Ring | None:
+    """Returns the division of `bound` bytes of host memory; None if all slots fit into them.
+
+    Raises ArgumentError if those that are copied in the call leave no room for a ring.
+    """
+    total = sum(slot.item.nbytes for slot in found)
+    if total <= bound:
+        return None
+    numbers = waiting(found, state)
+    later = set(numbers)
+    now = [slot.item for number, slot in enumerate(found) if number not in later]
+    start = sum(item.nbytes for item in now)
+    if start + LEAST_RING_BYTES > bound:
+        largest = max(now, key=lambda item: item.nbytes)
+        raise ArgumentError(
+            f"host_memory is {bound:,} bytes, and this rank copies {start:,} bytes in the call: "
+            f"tensors that only the steps of an optimizer in the state change can wait, and "
+            f"{largest.name} ({largest.nbytes:,} bytes) and others are none of these; give "
+            f"{start + LEAST_RING_BYTES:,} bytes or more, save the optimizer with its parameters, "
+            "or save with blocking=True, which needs no host memory"
+        )
+    return Ring(start, bound - start, tuple(numbers))
+
+
 class Staging:
     """The copies of one save. The caller's thread makes them, another thread finishes them.
 
@@ -177,23 +237,29 @@ class Staging:
         found: Sequence[Slot],
         data: memoryview,
         arena: Arena,
-        held: set[int],
+        later: Sequence[int],
         workers: int,
+        ring: Ring | None = None,
     ) -> None:
-        """Copies all tensors but those with an address in `held`: these can be copied later."""
-        self._data = data
+        """Copies all tensors but those with a number in `later`, or those that pass the ring."""
+        self._data, self._arena, self.ring = data, arena, ring
         self._devices = DeviceCopies(data)
         self._done = threading.Event()
-        self._later = [slot for slot in found if held and _can_wait(slot, held)]
-        later = set(map(id, self._later))
-        self._copy_now([slot for slot in found if id(slot) not in later], arena, workers)
-        self._later = [_of_now(slot) for slot in self._later]
+        numbers = set(later if ring is None else ring.waiting)
+        self._copy_now([s for n, s in enumerate(found) if n not in numbers], arena, workers)
+        self._later = [_of_now(found[number]) for number in sorted(numbers)]
         self._samples = take_samples([slot.flat for slot in self._later])
         self._versions = [_version(slot.leaf) for slot in self._later]
         for slot in self._later:
             if slot.local.is_cuda:
-                self._devices.start(slot)
-        self._copies = Copies([s for s in self._later if not s.local.is_cuda], data, arena)
+                if ring is None:
+                    self._devices.start(slot)
+                else:
+                    self._devices.follow(slot.local.device)
+        hosts = [s for s in self._later if ring is None and not s.local.is_cuda]
+        self._copies = Copies(hosts, data, arena)
+        self._freed = self._copied = 0
+        self._filling = self._fill()
         if not self._later:
             self._done.set()
 
@@ -210,25 +276,63 @@ class Staging:
     def finish(self) -> None:
         """Returns once everything is copied; the thread that copies calls this once.
 
-        Raises StateChangedError with the name of a tensor that has changed meanwhile.
+        Raises StateChangedError with the name of a tensor that has changed meanwhile. Tensors that
+        pass a ring are not copied here.
         """
         try:
+            if self.ring is not None:
+                return
             self._copies.finish()
             self._devices.finish()
-            changed = list(self._find_changed())
+            copied = [
+                torch.frombuffer(
+                    self._data, dtype=torch.uint8, count=item.nbytes, offset=item.offset
+                )
+                for item, _ in self._later
+            ]
+            changed = self._find_changed(range(len(self._later)), copied)
         finally:
-            self._copies.drop()
-            self._later, self._data = [], memoryview(b"")
-            self._devices = DeviceCopies(self._data)
-            self._done.set()
-        if changed:
-            more = f" and {len(changed) - 1} more tensors were" if changed[1:] else " was"
-            raise StateChangedError(
-                f"{changed[0]}{more} changed, and not by the step of an optimizer, "
-                'before it was copied; leave out staging="overlapped", or call wait_staged() of '
-                "the save's handle before the change",
-                names=changed,
-            )
+            self.end()
+        _check_unchanged(changed)
+
+    def fill(self, freed: int) -> int:
+        """Copies into the ring as much as fits once `freed` bytes have passed it ([Note: waves]).
+
+        Returns the bytes copied so far. The thread of the save alone calls this. Raises
+        StateChangedError with the name of a tensor that has changed meanwhile.
+        """
+        self._freed = freed
+        if next(self._filling, None) is None:
+            self.end()
+        return self._copied
+
+    def end(self) -> None:
+        """Lets no step wait any more; copies nothing."""
+        self._filling.close()
+        self._copies.drop()
+        self._later, self._data = [], memoryview(b"")
+        self._devices = DeviceCopies(self._data)
+        self._done.set()
+
+    def _fill(self) -> Generator[bool, None, None]:
+        """Copies the slots of the ring, and yields where it has to wait for room."""
+        ring = self.ring
+        assert ring is not None
+        for number, slot in enumerate(self._later):
+            first, nbytes, lo = slot.item.offset, slot.item.nbytes, 0
+            while lo < nbytes:
+                at = (first + lo) % ring.nbytes
+                hi = min(lo + ring.step_bytes, nbytes, lo + ring.nbytes - at)
+                while first + hi > self._freed + ring.nbytes:
+                    self._devices.finish()
+                    yield True
+                if slot.local.is_cuda:
+                    self._devices.start_part(slot, lo, hi, ring.start + at)
+                else:
+                    copy_part(slot, lo, hi, ring.start + at, self._data, self._arena)
+                self._copied, lo = first + hi, hi
+            self._devices.finish()
+            _check_unchanged(self._find_changed([number], [slot.flat]))
 
     def wait(self) -> None:
         """Returns once everything is copied, or the copies have failed."""
@@ -254,18 +358,26 @@ class Staging:
         copy_all(plain, self._data, arena, workers)
         self._devices.finish()
 
-    def _find_changed(self) -> list[str]:
-        """Returns the names of tensors whose copies differ from their content at the call."""
-        copied = [
-            torch.frombuffer(self._data, dtype=torch.uint8, count=item.nbytes, offset=item.offset)
-            for item, _ in self._later
-        ]
-        differs = (take_samples(copied) != self._samples).any(axis=1)
+    def _find_changed(self, numbers: Sequence[int], content: list[torch.Tensor]) -> list[str]:
+        """Returns the names of tensors whose content differs from that at the call."""
+        differs = (take_samples(content) != self._samples[numbers]).any(axis=1)
         return [
-            slot.item.name
-            for slot, version, is_other in zip(self._later, self._versions, differs, strict=True)
-            if is_other or _version(slot.leaf) != version
+            self._later[number].item.name
+            for number, is_other in zip(numbers, differs, strict=True)
+            if is_other or _version(self._later[number].leaf) != self._versions[number]
         ]
+
+
+def _check_unchanged(changed: Sequence[str]) -> None:
+    """Raises StateChangedError if there are names of tensors that have changed."""
+    if changed:
+        more = f" and {len(changed) - 1} more tensors were" if changed[1:] else " was"
+        raise StateChangedError(
+            f"{changed[0]}{more} changed, and not by the step of an optimizer, "
+            'before it was copied; leave out staging="overlapped" or host_memory=, or call '
+            "wait_staged() of the save's handle before the change",
+            names=list(changed),
+        )
 
 
 def _can_wait(slot: Slot, held: set[int]) -> bool:
@@ -319,7 +431,6 @@ class Copies:
         self._runs = list(runs(found))
         self._data = data
         """The view that keeps the memory mapped."""
-        self._base = ctypes.addressof(ctypes.c_char.from_buffer(data)) if self._runs else 0
         self._arena = arena
         self._todo = deque(range(len(self._runs)))
         """Numbers of the runs that no thread has begun."""
@@ -368,11 +479,16 @@ class Copies:
                 pass
 
     def _copy(self, slot: Slot, lo: int, hi: int) -> None:
-        source, target = slot.address() + lo, slot.item.offset + lo
-        if slot.item.offset + hi > self._arena.touched:
-            self._arena.fill(target, source, hi - lo)
-        else:
-            ctypes.memmove(self._base + target, source, hi - lo)
+        copy_part(slot, lo, hi, slot.item.offset + lo, self._data, self._arena)
+
+
+def copy_part(slot: Slot, lo: int, hi: int, at: int, data: memoryview, arena: Arena) -> None:
+    """Copies bytes `[lo, hi)` of a slot to byte `at`; other threads can run meanwhile."""
+    source, nbytes = slot.address() + lo, hi - lo
+    if at + nbytes > arena.touched:
+        arena.fill(at, source, nbytes)
+    else:
+        ctypes.memmove(address_of(data) + at, source, nbytes)
 
 
 def copy_all(found: Sequence[Slot], data: memoryview, arena: Arena, workers: int) -> None:

@@ -30,6 +30,8 @@ from queue import SimpleQueue
 
 from ckpt.saving.arena import HEAD_BYTES, map_memory, set_progress
 from ckpt.transfer.write_job import (
+    FILLED,
+    FREED,
     error_message,
     is_call,
     read_call,
@@ -50,6 +52,10 @@ _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _IDLE_CLASS = 3 << 13  # <linux/ioprio.h>
 
 
+Filled = SimpleQueue[int]
+"""The trainer's answers to the messages of one job about its ring."""
+
+
 class AbandonedError(Exception):
     """The trainer that wanted the file has ended."""
 
@@ -60,27 +66,33 @@ def main() -> None:
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     _yield_to_training()  # before any thread starts: each thread has a niceness of its own
-    jobs: SimpleQueue[tuple[bytes, int] | None] = SimpleQueue()
+    jobs: SimpleQueue[tuple[bytes, int, Filled] | None] = SimpleQueue()
+    filled: Filled = SimpleQueue()
     is_abandoned = threading.Event()
     worker = threading.Thread(target=_work, args=(connection, jobs, is_abandoned))
     worker.start()
     with suppress(EOFError, OSError):
         while True:
             message = connection.recv_bytes()
-            jobs.put((message, recv_handle(connection) if is_call(message) else arena))
+            if message.startswith(FILLED):
+                filled.put(int(message[len(FILLED) :]))
+                continue
+            filled = SimpleQueue()  # of this job: a failed one leaves messages
+            jobs.put((message, recv_handle(connection) if is_call(message) else arena, filled))
     is_abandoned.set()
+    filled.put(0)
     jobs.put(None)
     worker.join()
 
 
 def _work(
     connection: Connection,
-    jobs: SimpleQueue[tuple[bytes, int] | None],
+    jobs: SimpleQueue[tuple[bytes, int, Filled] | None],
     is_abandoned: threading.Event,
 ) -> None:
     known: dict[int, memoryview] = {}
 
-    def do(message: bytes, arena: int) -> ShardSummary:
+    def do(message: bytes, arena: int, filled: Filled) -> ShardSummary:
         memory = _memory(arena, known)
 
         def advance(done_bytes: int) -> None:
@@ -88,9 +100,19 @@ def _work(
                 raise AbandonedError
             set_progress(memory, done_bytes)
 
+        copied = 0
+
+        def pass_on(freed: int, needed: int) -> None:
+            nonlocal copied
+            connection.send_bytes(b"%b%d" % (FREED, freed))
+            while copied < needed:
+                copied = filled.get()
+                if is_abandoned.is_set():
+                    raise AbandonedError
+
         data = memory[HEAD_BYTES:]
         if not is_call(message):
-            return write_staged(read_job(message), data, advance)
+            return write_staged(read_job(message), data, advance, pass_on)
         try:
             function, fields = read_call(message)
             return function(fields, data, arena, advance)

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -24,14 +25,25 @@ from multiprocessing.reduction import send_handle
 
 import torch
 
-from ckpt.errors import StoreError
+from ckpt.errors import CkptError, StoreError
 from ckpt.saving.arena import Arena, set_progress
 from ckpt.saving.staging import page_lock, release
 from ckpt.saving.writer_process import IGNORED
 from ckpt.stores.local_files import explained_on_disk
-from ckpt.transfer.write_job import WriteJob, job_message, read_answer, write_staged
+from ckpt.transfer.write_job import (
+    FILLED,
+    FREED,
+    WriteJob,
+    job_message,
+    read_answer,
+    write_staged,
+)
 from formats.native.shard import Progress, ShardSummary
 
+Fill = Callable[[int], int]
+"""Copies waiting bytes into a ring; the argument is the number of bytes that have passed it.
+
+Returns the number of bytes copied so far: all, or more than three quarters of the ring later."""
 POLL_SECONDS = 0.1
 """The time between two calls of a caller's `progress`."""
 _START = (
@@ -60,12 +72,15 @@ class WriterProcess:
         self._connection.close()
         self.process.wait()
 
-    def write(self, job: WriteJob, progress: Progress | None) -> ShardSummary:
+    def write(
+        self, job: WriteJob, progress: Progress | None, fill: Fill | None = None
+    ) -> ShardSummary:
         """Returns the summary of the written file. Raises StoreError if the process fails or ends.
 
-        An exception of `progress` passes through; the process has then ended without its file.
+        This thread calls `fill` for a job with a ring. An exception of it and of `progress` passes
+        through; the process has then ended without its file.
         """
-        return self._do(job_message(job), None, progress, f"{job.url}/{job.name}")
+        return self._do(job_message(job), None, progress, f"{job.url}/{job.name}", fill)
 
     def call(self, job: bytes, arena: Arena, where: str) -> ShardSummary:
         """As `write`, for a job of another room (`call_message`), with the bytes in `arena`.
@@ -75,11 +90,18 @@ class WriterProcess:
         return self._do(job, arena, None, where)
 
     def _do(
-        self, message: bytes, arena: Arena | None, progress: Progress | None, where: str
+        self,
+        message: bytes,
+        arena: Arena | None,
+        progress: Progress | None,
+        where: str,
+        fill: Fill | None = None,
     ) -> ShardSummary:
         try:
-            answer = self._answer(message, arena, progress)
+            answer = self._answer(message, arena, progress, fill)
         except (EOFError, OSError) as error:
+            if isinstance(error, CkptError):  # of `fill`
+                raise
             status = self.process.wait()
             raise StoreError(
                 f"{where}: the process that writes it ended with status {status} before it was "
@@ -87,14 +109,23 @@ class WriterProcess:
             ) from error
         return read_answer(answer, where)
 
-    def _answer(self, message: bytes, arena: Arena | None, progress: Progress | None) -> bytes:
+    def _answer(
+        self, message: bytes, arena: Arena | None, progress: Progress | None, fill: Fill | None
+    ) -> bytes:
         """Returns the answer. An error ends the process: its answer would be taken for the next."""
         try:
             self._connection.send_bytes(message)
             if arena is not None:
                 send_handle(self._connection, arena.descriptor, self.process.pid)
-            _follow(self._connection, self._arena, progress)
-            return self._connection.recv_bytes()
+            freed = told = 0
+            while True:
+                if fill is not None:
+                    self._connection.send_bytes(b"%b%d" % (FILLED, fill(freed)))
+                told = _follow(self._connection, self._arena, progress, told)
+                answer = self._connection.recv_bytes()
+                if not answer.startswith(FREED):
+                    return answer
+                freed = int(answer[len(FREED) :])
         except BaseException:
             self.close()
             raise
@@ -123,12 +154,14 @@ def _start_process(arena: Arena) -> tuple[Connection, subprocess.Popen[bytes]]:
     return ours, process
 
 
-def _follow(connection: Connection, arena: Arena, progress: Progress | None) -> None:
-    """Returns once there is an answer, and calls `progress` with the bytes written meanwhile."""
-    told = 0
+def _follow(connection: Connection, arena: Arena, progress: Progress | None, told: int) -> int:
+    """Returns once there is a message, and calls `progress` with the bytes written meanwhile.
+
+    Returns the bytes that `progress` has been told; `told` are those of before.
+    """
     while not connection.poll(None if progress is None else POLL_SECONDS):
         told = _tell(progress, told, arena.progress())
-    _tell(progress, told, arena.progress())
+    return _tell(progress, told, arena.progress())
 
 
 def _tell(progress: Progress | None, told: int, done: int) -> int:
@@ -138,7 +171,11 @@ def _tell(progress: Progress | None, told: int, done: int) -> int:
 
 
 def write_here(
-    job: WriteJob, data: memoryview, arena: Arena, progress: Progress | None
+    job: WriteJob,
+    data: memoryview,
+    arena: Arena,
+    progress: Progress | None,
+    fill: Fill | None = None,
 ) -> ShardSummary:
     """As `WriterProcess.write`, by the calling thread."""
     told = 0
@@ -148,7 +185,11 @@ def write_here(
         set_progress(arena.head(), done_bytes)
         told = _tell(progress, told, done_bytes)
 
-    return write_staged(job, data, advance)
+    def pass_on(freed: int, needed: int) -> None:
+        if fill is not None:
+            fill(freed)
+
+    return write_staged(job, data, advance, pass_on)
 
 
 class ArenaWriter:
@@ -175,15 +216,16 @@ class ArenaWriter:
         return self.arena.reserve(nbytes)
 
     def prepare(self, nbytes: int, workers: int, device: torch.device | None) -> None:
-        """Reserves so many bytes; another thread touches them and starts a writer.
+        """Lets another thread reserve and touch so many bytes, and start a writer.
 
         `workers` threads touch the bytes, which are page-locked for a `device`. Called while no
         save uses the arena.
         """
-        data = self.reserve(nbytes)
+        self.wait_prepared()
 
         def work() -> None:
             with suppress(OSError, RuntimeError):  # the save tries again, and tells of the error
+                data = self.arena.reserve(nbytes)
                 self.arena.touch(workers)
                 self.writer()
                 if device is not None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from dataclasses import fields as dataclass_fields
+from functools import partial
 from importlib import import_module
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from formats.catalog import OutgoingTensor, TensorRef, Tree
 from formats.dtypes import count_nonfinite, dtype_named
 from formats.native.borrowed import Lent
 from formats.native.manifest import Manifest, StoredTensor, dump, load
-from formats.native.shard import Progress, ShardSummary
+from formats.native.shard import CHUNK_BYTES, Progress, ShardSummary
 from formats.native.shard_writer import write_shard
 from sharding.agreement.call_events import Requests, count_requests, take_requests
 
@@ -31,8 +32,52 @@ STEP_BYTES = 8 << 20
 CALL = b'{"function":'
 """The start of the messages with jobs of other rooms, which name their function."""
 
+LEAST_RING_BYTES = 4 * CHUNK_BYTES
+FREED, FILLED = b"freed ", b"filled "
+"""The start of messages about a ring: from the writer process, and to it; a number follows."""
+
 Compress = bool | Literal["delta"]
 """Whether chunks are compressed; "delta" also stores differences from a base's chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The division of staged memory that is smaller than a rank's part.
+
+        items that do not wait, end to end | the ring, through which the others pass, end to end
+
+    Byte `n` of those that pass is at byte `n % nbytes` of the ring. Its memory is used again once
+    the byte is in the file.
+    """
+
+    start: int
+    """The bytes of the items that do not wait."""
+    nbytes: int
+    """The bytes of the ring, at least `LEAST_RING_BYTES`."""
+    waiting: tuple[int, ...]
+    """The numbers of the items that wait, ascending."""
+
+    def offsets(self, plan: SavePlan) -> list[int]:
+        """Returns the first byte of each item in the memory, or among the bytes that pass."""
+        waiting, first, passing, found = set(self.waiting), 0, 0, []
+        for number, item in enumerate(plan.items):
+            if number in waiting:
+                found.append(passing)
+                passing += item.nbytes
+            else:
+                found.append(first)
+                first += item.nbytes
+        return found
+
+    @property
+    def step_bytes(self) -> int:
+        """The most bytes that are copied or written at once: whole chunks."""
+        quarter = self.nbytes // 4
+        return min(STEP_BYTES, quarter - quarter % CHUNK_BYTES)
+
+
+PassOn = Callable[[int, int], None]
+"""Says that so many bytes have passed a ring; returns once so many are copied into it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +100,8 @@ class WriteJob:
     """The driver's options; never shown, because they may have secrets."""
     counts: bool = False
     """Whether to count the numbers that are not finite; only for staged memory."""
+    ring: Ring | None = None
+    """The division of staged memory, if it is smaller than the plan's items."""
 
 
 def write(
@@ -75,18 +122,31 @@ def write(
         return write_shard(file, tensors, compress, progress, chunks, deltas, overlap)
 
 
-def write_staged(job: WriteJob, data: memoryview, advance: Callable[[int], None]) -> ShardSummary:
+def write_staged(
+    job: WriteJob, data: memoryview, advance: Callable[[int], None], pass_on: PassOn | None = None
+) -> ShardSummary:
     """As `write`, from memory with the plan's items end to end, which does not change meanwhile.
 
     `advance` is called with the number of bytes done so far; an exception of it ends the writing.
+    A job with a ring needs `pass_on`.
     """
     nonfinite: dict[str, int] | None = {} if job.counts else None
-    tensors = [
-        OutgoingTensor(
-            item.name, item.shape, item.dtype, _stream(data, item, advance, nonfinite), stable=True
-        )
-        for item in job.plan.items
-    ]
+    ring = job.ring
+    if ring is None:
+        tensors = [
+            _tensor(item, _staged(data, item.offset), advance, nonfinite) for item in job.plan.items
+        ]
+    else:
+        assert pass_on is not None
+        waiting, passing = set(ring.waiting), _passing(ring, data, pass_on)
+        tensors = [
+            _tensor(item, partial(passing, at), advance, nonfinite, ring.step_bytes)
+            if number in waiting
+            else _tensor(item, _staged(data, at), advance, nonfinite)
+            for number, (item, at) in enumerate(
+                zip(job.plan.items, ring.offsets(job.plan), strict=True)
+            )
+        ]
     with open_store(job.url, job.options) as store:
         summary = write(job, store, tensors)
         advance(job.plan.nbytes)
@@ -101,27 +161,63 @@ def _base_chunks(job: WriteJob) -> Lent | None:
         return found.to(job.rank, job.layouts)
 
 
-def _stream(
-    data: memoryview,
+Block = Callable[[int, int], memoryview]
+"""Returns bytes `[lo, hi)` of an item."""
+
+
+def _tensor(
     item: WriteItem,
+    block_of: Block,
     advance: Callable[[int], None],
-    nonfinite: dict[str, int] | None = None,
-) -> Callable[[], Iterator[memoryview]]:
-    """Returns the stream of an item's bytes; `found` gets its count of numbers not finite."""
-    lo, hi = item.offset, item.offset + item.nbytes
+    nonfinite: dict[str, int] | None,
+    passing_bytes: int = 0,
+) -> OutgoingTensor:
+    """Returns the stream of an item's bytes; `nonfinite` gets its count of numbers not finite.
+
+    The memory of an item that passes a ring, in steps of `passing_bytes`, is used again.
+    """
 
     def blocks() -> Iterator[memoryview]:
-        count = 0
-        for at in range(lo, hi, STEP_BYTES):
-            advance(at)
-            block = data[at : min(at + STEP_BYTES, hi)]
+        count, nbytes, step = 0, item.nbytes, passing_bytes or STEP_BYTES
+        for lo in range(0, nbytes, step):
+            advance(item.offset + lo)
+            block = block_of(lo, min(lo + step, nbytes))
             if (
                 nonfinite is not None
             ):  # here, because the hash of the block follows: it is in the cache
                 nonfinite[item.name] = count = count + count_nonfinite(block, item.dtype)
             yield block
 
-    return blocks
+    return OutgoingTensor(item.name, item.shape, item.dtype, blocks, stable=not passing_bytes)
+
+
+def _staged(data: memoryview, offset: int) -> Block:
+    return lambda lo, hi: data[offset + lo : offset + hi]
+
+
+def _passing(
+    ring: Ring, data: memoryview, pass_on: PassOn
+) -> Callable[[int, int, int], memoryview]:
+    """Returns a function that gives bytes `[at + lo, at + hi)` of those that pass the ring.
+
+    Each call says that all bytes before are in the file: an unstable stream is asked for its next
+    block only then.
+    """
+    memory = data[ring.start : ring.start + ring.nbytes]
+    passed = 0
+
+    def block_of(at: int, lo: int, hi: int) -> memoryview:
+        nonlocal passed
+        if at + lo != passed:  # other bytes may have taken the place
+            raise StoreError(f"byte {at + lo} is asked for after byte {passed} of a ring")
+        passed, first = at + hi, (at + lo) % ring.nbytes
+        pass_on(at + lo, passed)
+        last = first + hi - lo
+        if last <= ring.nbytes:
+            return memory[first:last]
+        return memoryview(bytes(memory[first:]) + bytes(memory[: last - ring.nbytes]))
+
+    return block_of
 
 
 def call_message(function: str, fields: Mapping[str, Any]) -> bytes:
@@ -166,6 +262,7 @@ def job_message(job: WriteJob) -> bytes:
     """Returns a job as bytes for the writer process."""
     fields = {field.name: getattr(job, field.name) for field in dataclass_fields(job)}
     fields["plan"] = plan_json(job.plan)
+    fields["ring"] = None if job.ring is None else astuple(job.ring)
     named: Tree = {name: TensorRef(name) for name in job.layouts}
     fields["layouts"] = dump(Manifest(job.layouts, {}, named, ())).decode()
     return json.dumps(fields, separators=(",", ":")).encode()
@@ -176,7 +273,11 @@ def read_job(message: bytes) -> WriteJob:
     fields = json.loads(message)
     plan = read_plan(fields["plan"])
     layouts = load(fields["layouts"].encode(), "the layouts of a job", stored=False).tensors
-    return WriteJob(**{**fields, "plan": plan, "layouts": layouts})
+    ring = None
+    if fields["ring"] is not None:
+        start, nbytes, waiting = fields["ring"]
+        ring = Ring(start, nbytes, tuple(waiting))
+    return WriteJob(**{**fields, "plan": plan, "layouts": layouts, "ring": ring})
 
 
 def summary_message(summary: ShardSummary) -> bytes:

@@ -197,6 +197,50 @@ def test_a_writer_that_is_killed_is_an_error_and_the_next_save_has_another(
     assert not ckpt.verify(tmp_path).problems
 
 
+def wide_state() -> dict[str, Any]:
+    """A model and momenta of several times the memory of `IN_WAVES`, after a step."""
+    model = nn.Linear(700, 700)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(700)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optim": optimizer}
+
+
+IN_WAVES: Any = {"blocking": False, "host_memory": "1MiB", "overwrite": True}
+
+
+def test_a_writer_that_is_killed_between_waves_is_an_error_and_holds_no_step(
+    tmp_path: Path,
+) -> None:
+    given = wide_state()
+    ckpt.save(tmp_path / "a", given)
+    before = ckpt.id(tmp_path / "a").digest
+    os.kill(writer(), signal.SIGSTOP)
+    handle = ckpt.save(tmp_path / "a", given, **IN_WAVES)
+    threading.Timer(0.05, os.kill, (writer(), signal.SIGKILL)).start()
+    given["optim"].step()  # waits for the writer
+    with pytest.raises(ckpt.CkptError, match="ended with status -9 before it was done"):
+        handle.wait(SECONDS)
+    assert ckpt.id(tmp_path / "a").digest == before
+    ckpt.save(tmp_path / "a", given, **IN_WAVES).wait(SECONDS)
+    assert ckpt.id(tmp_path / "a").digest != before
+
+
+def test_a_store_that_fails_between_waves_is_an_error_and_holds_no_step(tmp_path: Path) -> None:
+    given, usual = wide_state(), resource.prlimit(writer(), resource.RLIMIT_FSIZE)
+    limit_writer(1_200_000)
+    try:
+        handle = ckpt.save(tmp_path / "a", given, **IN_WAVES)
+        given["optim"].step()
+        with pytest.raises(StoreError, match="File too large"):
+            handle.wait(SECONDS)
+    finally:
+        resource.prlimit(writer(), resource.RLIMIT_FSIZE, usual)
+    ckpt.save(tmp_path / "b", given, **IN_WAVES).wait(SECONDS)
+    assert not ckpt.verify(tmp_path / "b").problems
+    assert not (tmp_path / "a").exists()
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system lists no descriptors")
 def test_a_writer_that_is_killed_between_two_saves_leaves_no_descriptor(tmp_path: Path) -> None:
     found = []
@@ -400,19 +444,26 @@ except ckpt.CkptError:
     assert trainer(body, tmp_path).communicate(timeout=SECONDS) == ("", "")
 
 
+@pytest.mark.parametrize(
+    ("numel", "how"),
+    [("20_000_000", "compress=True"), ("300_000", 'host_memory="1MiB"')],
+    ids=["copied", "in waves"],
+)
 def test_a_killed_trainer_loses_only_the_checkpoint_in_flight(
-    trainer: Callable[..., Program], tmp_path: Path
+    trainer: Callable[..., Program], tmp_path: Path, numel: str, how: str
 ) -> None:
-    body = """
+    body = f"""
 from ckpt.saving.writers import arena_writer
-ckpt.save(folder + "/1", {"w": weights[:10]}, blocking=False).wait(60)
+ckpt.save(folder + "/1", {{"w": weights[:10]}}, blocking=False).wait(60)
 print(arena_writer().writer().process.pid, flush=True)
 input()
+optimizer = torch.optim.SGD([weights, weights + 1, weights + 2])
 def die(written):
     os.kill(os.getpid(), signal.SIGKILL)  # called before the manifest is written
-ckpt.save(folder + "/2", {"w": weights}, blocking=False, compress=True, progress=die).wait(60)
+state = {{"w": optimizer.param_groups[0]["params"], "o": optimizer}}
+ckpt.save(folder + "/2", state, blocking=False, {how}, progress=die).wait(60)
 """
-    program = trainer(body, tmp_path, NUMEL="60_000_000")
+    program = trainer(body, tmp_path, NUMEL=numel)
     its_writer = os.pidfd_open(int(program.stdout.readline()))
     try:
         program.communicate("\n", timeout=SECONDS)

@@ -1,7 +1,10 @@
 """A save in the background stores the state at the call, whatever training does meanwhile."""
 
+import os
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import ckpt
+import sharding
+from ckpt.saving.writers import arena_writer
 from tests.ckpt.late_copies import SECONDS, late_copies
 from tests.ckpt.trainers import KINDS, Snapshot, snapshot, train, trainer
 from tests.selection import thorough
@@ -272,3 +277,174 @@ def grow_and_shrink(folder: str) -> None:
 
 def test_one_arena_serves_states_of_all_sizes(clusters: Callable, tmp_path: Path) -> None:
     clusters(2).run(grow_and_shrink, str(tmp_path))
+
+
+# Waves: a state passes through host memory that is smaller.
+
+BOUND = "1MiB"
+
+
+def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    parameters = list(model.parameters())
+    if kind == "sgd":
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    return torch.optim.AdamW(parameters, lr=0.1, **({} if kind == "adamw" else {kind: True}))
+
+
+def wide_model() -> nn.Module:
+    """Parameters and an optimizer's state of several times the bound, and buffers."""
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(300, 600), nn.BatchNorm1d(600), nn.Linear(600, 300))
+
+
+def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(torch.randn(4, 300)).square().mean().backward()
+        optimizer.step()
+
+
+@contextmanager
+def held_writer() -> Iterator[int]:
+    """The writer process stands still until the block ends."""
+    process = int(arena_writer().writer().process.pid)
+    os.kill(process, signal.SIGSTOP)
+    try:
+        yield process
+    finally:
+        os.kill(process, signal.SIGCONT)
+
+
+def blocking_id(state: object, folder: Path) -> str:
+    """The identity of a blocking save of a state."""
+    ckpt.save(folder, state, overwrite=True)
+    return ckpt.id(folder).digest
+
+
+def train_in_waves(kind: str, folder: str) -> list[bool]:
+    """Whether the saves of a loop equal blocking ones of the same state."""
+    model = wide_model()
+    if dist.is_initialized():
+        for layer in (model[0], model[2], model):  # type: ignore[index]
+            sharding.fully_shard(layer)
+    optimizer = make_optimizer(kind, model)
+    take_steps(model, optimizer, 2)
+    # A buffer of this size is copied in the call, and changed by training at once.
+    state: dict[str, Any] = {"model": model, "optim": optimizer, "loose": torch.zeros(70_000)}
+    equal, options = [], dict[str, Any](blocking=False, host_memory=BOUND, overwrite=True)
+    for compress in (False, True):
+        want = blocking_id(state, Path(folder) / "want")
+        handle = ckpt.save(f"{folder}/got", state, compress=compress, **options)
+        state["loose"].add_(1)
+        take_steps(model, optimizer, 2)
+        handle.wait(SECONDS)
+        assert arena_writer().arena.size <= 1 << 20
+        equal.append(ckpt.id(f"{folder}/got").digest == want)
+        equal.append(not ckpt.verify(f"{folder}/got").problems)
+    return equal
+
+
+@pytest.mark.parametrize("kind", ["sgd", thorough("adamw"), "foreach", thorough("fused")])
+def test_a_state_that_passes_smaller_memory_is_stored_as_at_the_call(
+    tmp_path: Path, clusters: Callable, kind: str
+) -> None:
+    assert clusters(2).run(train_in_waves, kind, str(tmp_path)) == [[True] * 4] * 2
+
+
+def test_one_process_saves_in_waves_to_each_kind_of_store_and_borrows(tmp_path: Path) -> None:
+    model = wide_model()
+    optimizer = make_optimizer("adamw", model)
+    take_steps(model, optimizer, 1)
+    state = {"model": model, "optim": optimizer}
+    options: Any = {"blocking": False, "host_memory": BOUND, "overwrite": True}
+    for place in (str(tmp_path / "one"), "memory://waves/one"):
+        want = blocking_id(state, tmp_path / "want")
+        handle = ckpt.save(place, state, **options)
+        take_steps(model, optimizer, 1)
+        handle.wait(SECONDS)
+        assert ckpt.id(place).digest == want
+        assert not ckpt.verify(place).problems
+    ckpt.save(tmp_path / "two", state, base=tmp_path / "one", **options).wait(SECONDS)
+    assert ckpt.id(tmp_path / "two").digest == blocking_id(state, tmp_path / "want")
+
+
+def test_a_step_waits_until_all_waves_are_copied_and_forward_and_backward_do_not(
+    tmp_path: Path,
+) -> None:
+    model = wide_model()
+    optimizer = make_optimizer("adamw", model)
+    take_steps(model, optimizer, 1)
+    state = {"model": model, "optim": optimizer}
+    want = blocking_id(state, tmp_path / "want")
+    with held_writer() as process:
+        handle = ckpt.save(tmp_path / "got", state, blocking=False, host_memory=BOUND)
+        model(torch.randn(4, 300)).sum().backward()
+        with pytest.raises(TimeoutError, match="not copied after"):
+            handle.wait_staged(0.01)
+        threading.Timer(0.05, os.kill, (process, signal.SIGCONT)).start()
+        optimizer.step()
+        assert handle._staged.wait(SECONDS)
+    handle.wait(SECONDS)
+    assert ckpt.id(tmp_path / "got").digest == want
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor: tensor.zero_(),
+        lambda tensor: tensor.data.mul_(2),
+        lambda tensor: tensor.numpy().fill(3),
+    ],
+)
+def test_a_change_between_waves_past_the_optimizer_fails_the_save_by_name(
+    tmp_path: Path, change: Callable
+) -> None:
+    model = wide_model()
+    optimizer = make_optimizer("adamw", model)
+    take_steps(model, optimizer, 1)
+    weight = model[2].weight.detach()  # type: ignore[index]
+    with held_writer():
+        handle = ckpt.save(
+            tmp_path, {"m": model, "o": optimizer}, blocking=False, host_memory=BOUND
+        )
+        change(weight)
+    with pytest.raises(ckpt.StateChangedError, match=r"^m\.2\.weight was changed.*host_memory"):
+        handle.wait(SECONDS)
+    assert not list(tmp_path.iterdir())
+    take_steps(model, optimizer, 1)
+
+
+def ask_for_memory(folder: str) -> list[str]:
+    model = wide_model()
+    optimizer = make_optimizer("sgd", model)
+    take_steps(model, optimizer, 1)
+
+    def save(state: object, **options: Any) -> str:
+        try:
+            ckpt.save(f"{folder}/a", state, blocking=False, **options)
+        except ckpt.CkptError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    rank = dist.get_rank()
+    mine = model if rank else nn.Linear(2, 2)
+    state = {"m": model, "o": optimizer}
+    return [
+        save(state, host_memory=BOUND if rank else "2MiB"),
+        save(state, host_memory=5),
+        save(state, host_memory=BOUND, also=ckpt.HuggingFace(f"{folder}/hf")),
+        save({f"mine{rank}": mine}, host_memory=BOUND),
+    ]
+
+
+def test_memory_that_cannot_do_is_an_error_on_all_ranks_before_anything_is_written(
+    clusters: Callable, tmp_path: Path
+) -> None:
+    for found in clusters(2).run(ask_for_memory, str(tmp_path)):
+        differs, few, also, small = found
+        assert "host_memory" in differs
+        assert "1" in differs
+        assert "at least 1MiB" in few
+        assert "also= writes from a copy of the whole state" in also
+        assert "mine1.0.weight (720,000 bytes) and others are none of these" in small
+    assert not list(tmp_path.iterdir())

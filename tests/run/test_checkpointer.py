@@ -219,6 +219,13 @@ def test_a_failure_is_raised_where_it_is_asked_for(tmp_path: Path) -> None:
         assert run.save(2, state_of(2))
 
 
+def test_a_run_prepares_its_first_save_at_its_first_step(tmp_path: Path) -> None:
+    with ckpt.events.recorded() as events, ckpt.Checkpointer(tmp_path, every_steps=4) as run:
+        assert train(run, state_of(0), range(1, 4)) == []
+    calls = [event.call for event in events if not event.stage]
+    assert calls.count("ckpt.prepare") == 1
+
+
 def test_a_run_that_waits_for_its_saves_makes_no_copy_of_the_state(tmp_path: Path) -> None:
     run = ckpt.Checkpointer(tmp_path, every_steps=1, blocking=True)
     with ckpt.events.recorded() as events, run:
