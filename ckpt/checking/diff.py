@@ -140,8 +140,8 @@ class Comparison:
     @property
     def equal(self) -> bool:
         """Whether the comparison found no difference."""
-        found = (self.only_a, self.only_b, self.tensors, self.values, self.structure)
-        return not any(found)
+        differences = (self.only_a, self.only_b, self.tensors, self.values, self.structure)
+        return not any(differences)
 
 
 def is_random(name: str) -> bool:
@@ -222,8 +222,8 @@ def diff(
     chosen = Selection.of(include, exclude)
     changes = Changes(mapping=mapping, rename=rename, parameters=parameters, config=config)
     changes.check_config_is_used()
-    there = storage_options if b_storage_options is None else b_storage_options
-    with open_source(a, storage_options) as left, open_source(b, there) as right:
+    b_options = storage_options if b_storage_options is None else b_storage_options
+    with open_source(a, storage_options) as left, open_source(b, b_options) as right:
         left, right = _alike(left, right), _alike(right, left)
         sides = (_apply_changes(left, select, changes), _Side.of(right, select))
         if select is not None and not any(side.selected for side in sides):
@@ -344,16 +344,16 @@ def _compare(
             differences.append(described)
             continue
         ranges = [(0, prod(left.shape))] if read_all else unlike_ranges(left, right)
-        found = _compare_elements(a.engine, left, b.engine, right, ranges, tolerance, progress)
+        numbers = _compare_elements(a.engine, left, b.engine, right, ranges, tolerance, progress)
         compared += 1
         compared_bytes += left.nbytes
         unread_bytes += left.nbytes - sum(hi - lo for lo, hi in ranges) * left.dtype.itemsize
-        max_abs = max(max_abs, found.max_abs)
-        if found.differing:
-            differences.append(_values_difference(name, left, found))
+        max_abs = max(max_abs, numbers.max_abs)
+        if numbers.differing:
+            differences.append(_values_difference(name, left, numbers))
             continue
         equal.append(name)
-        close += bool(found.unequal)
+        close += bool(numbers.unequal)
     for side in (a, b):
         side.engine.finish()
     values, notes = _compare_values(a, b, tolerance) if with_values else ((), ())
@@ -426,20 +426,22 @@ def _compare_elements(
     progress: Callable[[int], None] | None,
 ) -> Numbers:
     """Compares ranges of elements of two tensors of one shape. Reads each once."""
-    found, itemsize, told = Numbers(), left.dtype.itemsize, 0
+    numbers, itemsize, reported = Numbers(), left.dtype.itemsize, 0
     step = max(1, BLOCK_BYTES // max(itemsize, right.dtype.itemsize))
     for first, end in ranges:
         for lo in range(first, end, step):
             hi = min(lo + step, end)
-            here = read_elements(a, left, lo, hi)
-            there = read_elements(b, right, lo, hi)
-            found = found.then(compare(here, left.dtype, there, right.dtype, tolerance), lo)
+            a_elements = read_elements(a, left, lo, hi)
+            b_elements = read_elements(b, right, lo, hi)
+            numbers = numbers.then(
+                compare(a_elements, left.dtype, b_elements, right.dtype, tolerance), lo
+            )
             if progress is not None:
-                progress((hi - told) * itemsize)
-                told = hi
-    if progress is not None and told < prod(left.shape):
-        progress((prod(left.shape) - told) * itemsize)
-    return found
+                progress((hi - reported) * itemsize)
+                reported = hi
+    if progress is not None and reported < prod(left.shape):
+        progress((prod(left.shape) - reported) * itemsize)
+    return numbers
 
 
 def _compare_values(
@@ -451,14 +453,14 @@ def _compare_values(
             has = "has only its own" if kind == GGUF else "holds none"
             note = f"the plain values of {other.source.url} were not compared: {kind} {has}"
             return (), (note,) if other.values else ()
-    found = []
+    differences = []
     for name in dict.fromkeys((*a.values, *b.values)):
-        here = _format_value(a.values[name]) if name in a.values else None
-        there = _format_value(b.values[name]) if name in b.values else None
-        both = here is not None and there is not None
+        a_text = _format_value(a.values[name]) if name in a.values else None
+        b_text = _format_value(b.values[name]) if name in b.values else None
+        both = a_text is not None and b_text is not None
         if not both or not same_value(a.values[name], b.values[name], tolerance):
-            found.append(ValueDifference(name, here, there))
-    return tuple(found), _about_opaque(a.values, b.values)
+            differences.append(ValueDifference(name, a_text, b_text))
+    return tuple(differences), _about_opaque(a.values, b.values)
 
 
 def _is_flat_beside(kind: str, other: str) -> bool:
@@ -469,8 +471,8 @@ def _is_flat_beside(kind: str, other: str) -> bool:
 def _about_opaque(a: Mapping[str, Tree], b: Mapping[str, Tree]) -> tuple[str, ...]:
     """Returns a note on the opaque values that two checkpoints have; none without any."""
     opaque = [name for name, value in a.items() if isinstance(value, OpaqueValue) and name in b]
-    shown = format_names(opaque, SHOWN_NAMES)
-    return (f"{shown} were compared by their classes alone: objects",) if opaque else ()
+    names = format_names(opaque, SHOWN_NAMES)
+    return (f"{names} were compared by their classes alone: objects",) if opaque else ()
 
 
 def _compare_structure(a: _Side, b: _Side) -> tuple[StructureDifference, ...]:
@@ -545,24 +547,26 @@ def compare_structure(
     >>> compare_structure({"a": Container("list")}, {"a": Container("tuple")}, True)
     (StructureDifference(name='a', a='a list', b='a tuple'),)
     """
-    found = []
-    for name, here in a.items():
-        there = b.get(name)
-        if there is None:
+    differences = []
+    for name, a_node in a.items():
+        b_node = b.get(name)
+        if b_node is None:
             continue
-        if here.kind != there.kind:
-            found.append(StructureDifference(name, f"a {here.kind}", f"a {there.kind}"))
+        if a_node.kind != b_node.kind:
+            differences.append(StructureDifference(name, f"a {a_node.kind}", f"a {b_node.kind}"))
         elif with_keys:
-            found += _compare_keys(here.keys, there.keys)
-    return tuple(sorted(found, key=lambda one: one.name))
+            differences += _compare_keys(a_node.keys, b_node.keys)
+    return tuple(sorted(differences, key=lambda one: one.name))
 
 
 def _compare_keys(a: Mapping[str, Key], b: Mapping[str, Key]) -> list[StructureDifference]:
     """Returns names that two dicts have under different keys, one for each pair of key types."""
-    found: dict[tuple[type, type], StructureDifference] = {}
+    differences: dict[tuple[type, type], StructureDifference] = {}
     for name, key in a.items():
         other = b.get(name, key)
         kinds = type(key), type(other)
-        if repr(key) != repr(other) and kinds not in found:
-            found[kinds] = StructureDifference(name, f"under the key {key!r}", f"under {other!r}")
-    return list(found.values())
+        if repr(key) != repr(other) and kinds not in differences:
+            differences[kinds] = StructureDifference(
+                name, f"under the key {key!r}", f"under {other!r}"
+            )
+    return list(differences.values())

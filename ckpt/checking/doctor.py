@@ -136,19 +136,19 @@ class _Doctor:
     @contextmanager
     def clean_up(self, left: list[str]) -> Iterator[None]:
         """Removes at the end of the block all that was written; `left` gets the names that stay."""
-        made: list[Path] = []
+        to_make: list[Path] = []
         path = local_path(self._url)
         if self._folder and path is not None:
             place = Path(path).absolute()
-            made = [one for one in (place, *place.parents) if not one.exists()]
+            to_make = [folder for folder in (place, *place.parents) if not folder.exists()]
         try:
             yield
         finally:
             if self._has_written:
                 left += self._clean()
-                for one in made:
+                for folder in to_make:
                     with suppress(OSError):  # another program has put something in
-                        one.rmdir()
+                        folder.rmdir()
             if left:
                 warn(
                     LeftOverWarning(
@@ -370,7 +370,7 @@ class _Doctor:
 
         self._request("aborted", abort)
         with suppress(AccessDeniedError):
-            if any(one.name == "aborted" for one in self._here.list_unfinished()):
+            if any(upload.name == "aborted" for upload in self._here.list_unfinished()):
                 return Outcome.MISSING, "the upload is still there"
         return Outcome.OK, ""
 
@@ -408,8 +408,8 @@ class _Doctor:
         known = bool(getattr(self._store.capabilities, name))
         if isinstance(self._store, LocalStore):
             return Outcome.OK, "by the operating system"
-        said = "documented by the store's maker" if known else "the driver promises nothing"
-        return (Outcome.OK if known else Outcome.UNKNOWN), said
+        source = "documented by the store's maker" if known else "the driver promises nothing"
+        return (Outcome.OK if known else Outcome.UNKNOWN), source
 
     def _durable(self) -> _Result:
         if isinstance(self._store, LocalStore) and _mount(self._path())[1] in IN_MEMORY:
@@ -550,18 +550,18 @@ def mount_of(path: str, lines: Iterable[str]) -> tuple[str, str, str]:
     >>> mount_of("/a b/runs", lines), mount_of("/a", lines)[1]
     (('/a b', 'nfs4', 'ro'), 'overlay')
     """
-    found = ("", "", "")
+    mount = ("", "", "")
     for line in lines:
         own, _, rest = line.partition(" - ")
         fields = own.split(" ")
         point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
         is_above = f"{path}/".startswith(f"{point.rstrip('/')}/")
-        if is_above and len(point) >= len(found[0]):  # a later mount covers an earlier one
-            found = point, rest.split(" ")[0], fields[5]
-    return found
+        if is_above and len(point) >= len(mount[0]):  # a later mount covers an earlier one
+            mount = point, rest.split(" ")[0], fields[5]
+    return mount
 
 
 def _free_space(path: Path) -> _Result:
-    there = next(one for one in (path, *path.parents) if one.exists())
-    free = shutil.disk_usage(there)
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    free = shutil.disk_usage(existing)
     return Outcome.OK, f"{size(free.free)} of {size(free.total)}"

@@ -147,11 +147,11 @@ def unlike_ranges(a: TensorRecord, b: TensorRecord) -> list[tuple[int, int]]:
     All others lie in chunks with equal checksums. The tensors have one shape. Where the two have no
     chunks of the same elements, such as those of other world sizes, the ranges have all elements.
     """
-    here, there = _checksums(a), _checksums(b)
-    if a.dtype != b.dtype or here is None or there is None:
+    a_sums, b_sums = _checksums(a), _checksums(b)
+    if a.dtype != b.dtype or a_sums is None or b_sums is None:
         return [(0, math.prod(a.shape))]
     steps, ranges = row_major(a.shape), list[tuple[int, int]]()
-    unlike = (box for box, found in here.items() if there.get(box) != found)
+    unlike = (box for box, checksum in a_sums.items() if b_sums.get(box) != checksum)
     ends = ((sum(map(mul, lo, steps)), sum(map(mul, hi, steps))) for lo, hi, _ in unlike)
     for lo, hi in sorted((lo, hi - sum(steps) + 1) for lo, hi in ends):
         first = ranges.pop() if ranges and lo <= ranges[-1][1] else (lo, hi)
@@ -164,7 +164,7 @@ def _checksums(record: TensorRecord) -> dict[_Place, tuple[bytes, bool]] | None:
 
     Returns None if a piece has no chunks, or lies in them in another order than row by row.
     """
-    found: dict[_Place, tuple[bytes, bool]] = {}
+    checksums: dict[_Place, tuple[bytes, bool]] = {}
     for piece, extent in record.pieces:
         chunks = extent.chunks
         if chunks is None or not piece.is_packed:
@@ -173,8 +173,8 @@ def _checksums(record: TensorRecord) -> dict[_Place, tuple[bytes, bool]] | None:
         for index, inside in enumerate(places):
             chunk = chunks[index]
             for place in inside:
-                found[place] = chunk.digest, chunk.compressed
-    return found
+                checksums[place] = chunk.digest, chunk.compressed
+    return checksums
 
 
 @lru_cache(maxsize=64)
@@ -205,16 +205,16 @@ def compare(a: Array, a_dtype: DType, b: Array, b_dtype: DType, tolerance: Toler
             if not tolerance.is_exact:
                 differs = ~_close(absolute, y, tolerance)
     largest, relatively = float(absolute.max()), float(relative.max())
-    found = Numbers(len(unequal), max_abs=largest, max_rel=relatively, decades=_decades(absolute))
+    numbers = Numbers(len(unequal), max_abs=largest, max_rel=relatively, decades=_decades(absolute))
     if not differs.any():
-        return found
+        return numbers
     at = int(np.argmax(differs))
     first_a, first_b = _format_element(x, a, a_dtype, at), _format_element(y, b, b_dtype, at)
     if first_a == first_b:
         first_a = f"{first_a} (bits {_hex(a, at)})"
         first_b = f"{first_b} (bits {_hex(b, at)})"
     return replace(
-        found,
+        numbers,
         differing=int(differs.sum()),
         first=int(unequal[at]),
         first_a=first_a,

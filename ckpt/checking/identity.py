@@ -92,11 +92,11 @@ def id(  # noqa: A001 - `ckpt.id`; `ckpt.__all__` leaves it out
     def names_in(names: Iterable[str], where: str) -> dict[str, str]:
         """Returns the chosen names, by the names that they have without `select`."""
         prefix = "" if select is None else f"{select}."
-        found = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
-        if not found:
+        digests = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+        if not digests:
             raise ArgumentError(f"{where} has no tensor below {select!r}")
-        chosen.check_chooses(found, where)
-        return {short: name for short, name in found.items() if short in chosen}
+        chosen.check_chooses(digests, where)
+        return {short: name for short, name in digests.items() if short in chosen}
 
     if not isinstance(of, str | os.PathLike):
         tensors = dict(_tensors_in(of))
@@ -114,9 +114,9 @@ def id(  # noqa: A001 - `ckpt.id`; `ckpt.__all__` leaves it out
                 name: pool.submit(_of_record, engine, record, progress)
                 for name, record in wanted.items()
             }
-            found = {name: future.result() for name, future in running.items()}
+            digests = {name: future.result() for name, future in running.items()}
         engine.finish()
-        return identity_of({short: found[records[name].name] for short, name in names.items()})
+        return identity_of({short: digests[records[name].name] for short, name in names.items()})
 
 
 def identity_of(tensors: dict[str, str]) -> Identity:

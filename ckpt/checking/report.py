@@ -86,8 +86,10 @@ def file_problems(sizes: Mapping[str, int], catalog: Catalog) -> str:
     missing = sum(file.name not in sizes for file in files)
     other = sum(sizes.get(file.name, file.size) != file.size for file in files)
     of = f"of {len(files)} files"
-    said = (f"{missing} {of} missing", f"{other} {of} cut or appended to")
-    return ", ".join(text for text, number in zip(said, (missing, other), strict=True) if number)
+    problems = (f"{missing} {of} missing", f"{other} {of} cut or appended to")
+    return ", ".join(
+        text for text, number in zip(problems, (missing, other), strict=True) if number
+    )
 
 
 class Outcome(str, Enum):

@@ -103,15 +103,15 @@ def _verify(text: str, progress: Callable[[int], None] | None, options: Options)
     try:
         with open_source(text, options) as source:
             files = len(source.catalog.files)
-            found = _of_catalog(source.store, source.catalog, progress)
-            notes = (*source.catalog.notes, *found.notes, *_strays(source))
+            findings = _of_catalog(source.store, source.catalog, progress)
+            notes = (*source.catalog.notes, *findings.notes, *_strays(source))
             return Report(
                 url=text,
                 format=source.catalog.format,
                 files=files,
-                bytes_checked=found.bytes_checked,
-                checked=found.checked,
-                problems=found.problems,
+                bytes_checked=findings.bytes_checked,
+                checked=findings.checked,
+                problems=findings.problems,
                 notes=notes,
                 tensors=len(source.catalog.tensors),
             )
@@ -181,9 +181,9 @@ def _below(reader: Reader, folder: str, part: Catalog, progress: Progress) -> Fi
     """Checks a part in a sub-folder, or in the folder itself. Problems name the sub-folder."""
     if not folder:
         return _of_catalog(reader, part, progress)
-    found = _of_catalog(Subfolder(reader, folder), part, progress)
-    moved = [replace(problem, file=f"{folder}/{problem.file}") for problem in found.problems]
-    return replace(found, problems=tuple(moved))
+    findings = _of_catalog(Subfolder(reader, folder), part, progress)
+    moved = [replace(problem, file=f"{folder}/{problem.file}") for problem in findings.problems]
+    return replace(findings, problems=tuple(moved))
 
 
 def _of_parts(found: Sequence[tuple[Catalog, Findings]]) -> Findings:
@@ -204,11 +204,11 @@ def _strays(source: Source) -> tuple[str, ...]:
         return ()  # the checkpoint is one file; its folder may hold any other files
     own = {file.name for file in catalog.files}
     folders = sorted({name.rpartition("/")[0] for name in own if "/" in name})
-    there = source.store.entries()
+    entries = source.store.entries()
     for folder in folders:
-        there += [f"{folder}/{name}" for name in source.store.entries(folder)]
-    own |= {name for name in there if any(note.startswith(f"{name} ") for note in catalog.notes)}
-    strays = [name for name in there if name not in own and name.rstrip("/") not in folders]
+        entries += [f"{folder}/{name}" for name in source.store.entries(folder)]
+    own |= {name for name in entries if any(note.startswith(f"{name} ") for note in catalog.notes)}
+    strays = [name for name in entries if name not in own and name.rstrip("/") not in folders]
     if catalog.format in ("ckpt", "dcp"):
         foreign = [name for name in strays if not name.endswith("/")]
     else:
@@ -236,8 +236,8 @@ def _unreadable(url: str, error: FormatError, options: Options) -> Report:
             if name in names:
                 problem = Problem.of(error, name)
                 return Report(url=url, format=kind, checked=checked, problems=(problem,))
-        found = folder_format(store.entries())
-        kind = "huggingface" if found is None else found.name
+        folder_kind = folder_format(store.entries())
+        kind = "huggingface" if folder_kind is None else folder_kind.name
         # The headers of all files are checked, although the first damaged one ended `open_source`.
         problems = _header_problems(store, names) or (Problem.of(error, url),)
         return Report(url=url, format=kind, checked=checked, problems=problems)
@@ -499,10 +499,10 @@ class _NativeCheck:
         """Yields a problem for each tensor that no file holds, except in files of `lost` ranks."""
         for name, stored in self._manifest.tensors.items():
             pieces = self._shards.pieces(name, stored)
-            whole, found = Box.whole(stored.shape), 0
+            whole, numel = Box.whole(stored.shape), 0
             for rank in stored.layout.holders(whole):
                 boxes = [piece.box for piece in stored.layout.pieces(rank)]
-                found += sum(box.numel for box in boxes)
+                numel += sum(box.numel for box in boxes)
                 if rank in lost:
                     continue
                 shard = self._shards.files.get(rank)
@@ -511,10 +511,10 @@ class _NativeCheck:
                         pass
                 except FormatError as error:
                     yield Problem.of(error, shard.name if shard else MANIFEST, name)
-            if found != whole.numel:
+            if numel != whole.numel:
                 yield Problem(
                     MANIFEST,
-                    f"{self._reader.url}/{MANIFEST}: {name}: {found} elements are stored, its "
+                    f"{self._reader.url}/{MANIFEST}: {name}: {numel} elements are stored, its "
                     f"shape {stored.shape} has {whole.numel}",
                     name,
                     kind="format",

@@ -381,8 +381,8 @@ def convert(
             with open_source(target.url, target.options) as result:
                 whole = with_modules(result.store, result.catalog)
                 written = outgoing(result.url, result.store, whole)
-                shown = without_secrets(target.url)
-                check_written(wanted, written, shown, result.catalog.format)
+                shown_url = without_secrets(target.url)
+                check_written(wanted, written, shown_url, result.catalog.format)
                 for problem in library_problems(result.store, result.catalog):
                     raise CorruptError(problem.message)
         return ConvertReport(

@@ -54,13 +54,13 @@ class Division:
 
 def of_kind(tensors: Iterable[OutgoingTensor], kind: Kind, world_size: int) -> Division:
     """Returns the files of `world_size` ranks with a state dict of this kind (rule 1)."""
-    held = {
+    layouts = {
         tensor.name: StoredTensor(
             tensor.shape, tensor.dtype, layout_of(kind, tensor.shape, world_size)
         )
         for tensor in tensors
     }
-    stored = choose_layouts(held)
+    stored = choose_layouts(layouts)
     parts: dict[int, list[str]] = {}
     for name, tensor in stored.items():
         for rank in tensor.layout.holders(Box.whole(tensor.shape)):
@@ -238,8 +238,8 @@ class TargetLayouts:
         known: dict[Layout, Layout] = {}
 
         def layout_of(name: str, shape: Shape) -> Layout:
-            found = self.of(name, shape)
-            return known.setdefault(found, found)
+            layout = self.of(name, shape)
+            return known.setdefault(layout, layout)
 
         return layout_of
 

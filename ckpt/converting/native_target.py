@@ -268,10 +268,10 @@ def _keep_metadata(catalog: Catalog) -> dict[str, str]:
 
 def check_located(record: TensorRecord) -> None:
     """Raises as `outgoing` does unless all elements are stored. Reads no data (rule 1)."""
-    found = sum(stored.piece.box.numel for stored in record.pieces)
-    if found != prod(record.shape):
+    numel = sum(stored.piece.box.numel for stored in record.pieces)
+    if numel != prod(record.shape):
         raise HoleError(
-            f"{record.name}: only {found} of its {prod(record.shape)} elements are in the "
+            f"{record.name}: only {numel} of its {prod(record.shape)} elements are in the "
             "checkpoint: the part of a rank is missing; copy the files of all ranks"
         )
 
@@ -291,10 +291,10 @@ def check_written(wanted: StoredState, found: StoredState, url: str, target_form
     for name in wanted.aliases:
         if target_format not in (*FLAT_FORMATS, GGUF) and name not in names:
             raise _differs(url, name, "it is missing")
-    there = [tensor for tensor in tensors.values() if tensor is not None]
+    written = [tensor for tensor in tensors.values() if tensor is not None]
     with (
         stream_tensors(wanted.copier, list(wanted.tensors.values())) as ours,
-        stream_tensors(found.copier, there) as theirs,
+        stream_tensors(found.copier, written) as theirs,
     ):
         for tensor, other in zip(ours, theirs, strict=True):
             at = _first_difference(tensor.blocks(), other.blocks())
@@ -320,17 +320,17 @@ def _check_described(wanted: OutgoingTensor, found: OutgoingTensor | None, url: 
 def _first_difference(a: Iterator[memoryview], b: Iterator[memoryview]) -> int | None:
     """Returns the first byte in which two streams differ; None if they are equal."""
     at = 0
-    here = there = memoryview(b"")
+    left = right = memoryview(b"")
     while True:
-        here = here or _next(a)
-        there = there or _next(b)
-        size = min(len(here), len(there))
+        left = left or _next(a)
+        right = right or _next(b)
+        size = min(len(left), len(right))
         if size == 0:
-            return at if len(here) or len(there) else None
-        unequal = np.frombuffer(here[:size], np.uint8) != np.frombuffer(there[:size], np.uint8)
+            return at if len(left) or len(right) else None
+        unequal = np.frombuffer(left[:size], np.uint8) != np.frombuffer(right[:size], np.uint8)
         if unequal.any():
             return at + int(unequal.argmax())
-        here, there, at = here[size:], there[size:], at + size
+        left, right, at = left[size:], right[size:], at + size
 
 
 def _next(blocks: Iterator[memoryview]) -> memoryview:

@@ -152,8 +152,8 @@ def omissions(chosen: Format, state: Outgoing) -> tuple[str, ...]:
         lacking, known = gguf.omissions(state), gguf.METADATA
     elif chosen is Format.DCP:
         lacking = (name for name, is_empty in _changed_by_dcp(state) if is_empty)
-    kept = (f"metadata[{key!r}]" for key in sorted(state.metadata) if key not in known)
-    return (*lacking, *kept)
+    metadata = (f"metadata[{key!r}]" for key in sorted(state.metadata) if key not in known)
+    return (*lacking, *metadata)
 
 
 def check_values(chosen: Format, state: Outgoing) -> None:
@@ -376,5 +376,5 @@ def _lacking(names: Collection[str], expected: Collection[str]) -> tuple[str, ..
     fitting = [form for form in forms if form <= set(expected)]
     if not fitting:
         return ()
-    there = max(fitting, key=len)
-    return tuple(n for n in expected if n not in there and not n.endswith(_MADE_ANEW))
+    prefix = max(fitting, key=len)
+    return tuple(n for n in expected if n not in prefix and not n.endswith(_MADE_ANEW))

@@ -89,9 +89,9 @@ _KINDS = (
 def check_file(source: Source, target: str, options: Options, overwrite: bool) -> None:
     """Raises ExistsError unless a conversion may write one file to `target`."""
     _check_is_not_source(source, target)
-    there = one_spelling(target)
+    spelling = one_spelling(target)
     for file, owner in _files_of(source).items():
-        if there == file:
+        if spelling == file:
             raise ExistsError(f"{target} is a file of {owner}; convert to another place")
     path = local_path(target)
     if path is not None:
@@ -134,10 +134,10 @@ def check_native(source: Source, target: str, options: Options, overwrite: bool)
         check_no_link(target)
         check_unused(target, options)
         data = read_manifest(store)
-    there = one_spelling(target)
+    spelling = one_spelling(target)
     for file in _files_of(source):
         folder, name = split_url(file)
-        if folder == there and _names(data, name):
+        if folder == spelling and _names(data, name):
             raise ExistsError(
                 f"{target} holds {name}, a file of the source, which would be removed with the "
                 "replaced checkpoint; convert to another place"
@@ -158,8 +158,10 @@ def _check_is_no_run(store: Store, entries: Sequence[str]) -> None:
 def check_folder(source: Source, target: str, options: Options, overwrite: bool) -> None:
     """Raises ExistsError unless a conversion may write a folder of another format to `target`."""
     _check_is_not_source(source, target)
-    there = one_spelling(target)
-    if any(file.startswith(f"{there}/") for file in (one_spelling(source.url), *_files_of(source))):
+    spelling = one_spelling(target)
+    if any(
+        file.startswith(f"{spelling}/") for file in (one_spelling(source.url), *_files_of(source))
+    ):
         raise ExistsError(
             f"{target} holds the source {source.url}, or a part of it, and would be replaced as a "
             "whole; convert to another place"
@@ -203,8 +205,8 @@ def folder_path(path: str) -> Path:
     >>> folder_path("runs/hf/").as_posix(), folder_path("/runs/..").as_posix()
     ('runs/hf', '/')
     """
-    found = Path(path)
-    return Path(os.path.realpath(path)) if found.name in ("", "..") else found
+    folder = Path(path)
+    return Path(os.path.realpath(path)) if folder.name in ("", "..") else folder
 
 
 def checkpoints_among(names: Iterable[str]) -> tuple[str, ...]:
@@ -215,26 +217,26 @@ def checkpoints_among(names: Iterable[str]) -> tuple[str, ...]:
     >>> checkpoints_among(["config.json", "manifest.json", "optimizer.pt"])
     ('manifest.json', 'optimizer.pt')
     """
-    found: dict[object, str] = {}
+    first_names: dict[object, str] = {}
     for name in sorted(names):
         weights = _WEIGHTS.fullmatch(name)
         if name == MANIFEST or is_shard(name):
-            found.setdefault(MANIFEST, name)
+            first_names.setdefault(MANIFEST, name)
         elif name == DCP_METADATA or name.endswith(".distcp"):
-            found.setdefault(DCP_METADATA, name)
+            first_names.setdefault(DCP_METADATA, name)
         elif weights is not None:
-            found.setdefault((weights[1], weights[3]), name)
-    return tuple(found.values())
+            first_names.setdefault((weights[1], weights[3]), name)
+    return tuple(first_names.values())
 
 
 def _check_holds_no_other(target: str, local: Path) -> None:
     """Raises ExistsError if a folder holds several checkpoints (rule 3)."""
     others: list[str] = []
     for folder, _, names in os.walk(local, onerror=_raise):
-        found = checkpoints_among(names)
+        checkpoints = checkpoints_among(names)
         is_own = Path(folder) == local
-        if not is_own or len(found) > 1:
-            others += [os.path.relpath(os.path.join(folder, name), local) for name in found]
+        if not is_own or len(checkpoints) > 1:
+            others += [os.path.relpath(os.path.join(folder, name), local) for name in checkpoints]
     if others:
         raise ExistsError(
             f"{target} holds {format_names(others, SHOWN_NAMES)}, more than the one "
@@ -260,7 +262,7 @@ def _check_is_not_source(source: Source, target: str) -> None:
 def _files_of(source: Source) -> dict[str, str]:
     """Returns the files that the source consists of, in one spelling, and the owner of each."""
     folder, catalog = source.store.url, source.catalog
-    found = {one_spelling(join_url(folder, file.name)): "the source" for file in catalog.files}
+    owners = {one_spelling(join_url(folder, file.name)): "the source" for file in catalog.files}
     if catalog.bases:
         beside = split_url(one_spelling(folder))[0]
         for base in load(read_manifest(source.store)).bases:
@@ -268,8 +270,8 @@ def _files_of(source: Source) -> dict[str, str]:
                 lender = join_url(beside, base.folder)
                 for file in base.files:
                     place = one_spelling(join_url(lender, file.name))
-                    found[place] = f"{lender}, which the source borrows from"
-    return found
+                    owners[place] = f"{lender}, which the source borrows from"
+    return owners
 
 
 def _check_no_part_of_another(target: str, options: Options) -> None:
@@ -287,8 +289,8 @@ def _check_no_part_of_another(target: str, options: Options) -> None:
             "another place, or replace that checkpoint as a whole: to='ckpt'"
         )
     if is_shard(name):
-        found, own = base_files_beside(folder, options)
-        if found.cover(own, name):
+        needed, own = base_files_beside(folder, options)
+        if needed.cover(own, name):
             raise ExistsError(
                 f"a checkpoint beside {folder} borrows from {target}; convert to another place"
             )
@@ -528,9 +530,9 @@ class Journal:
                         "process ends, or stop it"
                     )
                 done = _complete(folder, file, identity)
-                kept = {name.partition("/")[0] for name in done}
+                complete = {name.partition("/")[0] for name in done}
                 for other in folder.iterdir():
-                    if other.name not in kept:
+                    if other.name not in complete:
                         remove(other)
                 file.seek(0)
                 file.truncate()
@@ -601,15 +603,15 @@ def _complete(folder: Path, file: IO[str], identity: str) -> dict[str, _Content]
     lines = [_parse(line) for line in file.read().splitlines()]
     if not lines or lines[0] != [identity]:
         return {}
-    found: dict[str, _Content] = {}
+    complete: dict[str, _Content] = {}
     for line in lines[1:]:
         if not isinstance(line, list) or len(line) != 3 or os.sep in str(line[0]):
             break  # the end of an append that was cut
         path = folder / str(line[0])
         content = _size_and_digest(path) if path.is_file() else None
         if content is not None and [*content] == line[1:]:
-            found[path.name] = content
-    return found
+            complete[path.name] = content
+    return complete
 
 
 def _parse(line: str) -> object:

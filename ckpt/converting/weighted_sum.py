@@ -167,7 +167,10 @@ class _Product:
 
     def factors(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads the factors: of (rows, rank) and (rank, columns)."""
-        a, b = (_read(self.engine, one, 0, prod(one.shape)).to(dtype) for one in (self.a, self.b))
+        a, b = (
+            _read(self.engine, record, 0, prod(record.shape)).to(dtype)
+            for record in (self.a, self.b)
+        )
         a, b = a.view(self.a.shape), b.view(self.b.shape)
         return (a.T.contiguous(), b.T.contiguous()) if self.is_transposed else (b, a)
 
@@ -183,16 +186,16 @@ def _products_of(adapter: Source, base: Catalog) -> dict[str, _Product]:
     if isinstance(start, str) and start.startswith(_CHANGES_BASE):
         more.append(f"init_lora_weights={start}")
     records = adapter.catalog.tensors
-    found = {name: _FACTOR.fullmatch(name) for name in records}
-    more += [name for name, match in found.items() if match is None]
+    factors = {name: _FACTOR.fullmatch(name) for name in records}
+    more += [name for name, match in factors.items() if match is None]
     if config.get("peft_type") != "LORA" or more:
         raise UnsupportedError(
             f"{url} is no plain LoRA adapter of PEFT: {format_names(more, 5) or 'peft_type'}; "
             "merge it with PEFT's merge_and_unload, and save the model"
         )
     engine, products, wrong = RangeReader(adapter.store, RecordSums()), dict[str, _Product](), []
-    modules = {match[1]: bool(match[2]) for match in found.values() if match is not None}
-    named = {(match[1], match[3]): records[name] for name, match in found.items() if match}
+    modules = {match[1]: bool(match[2]) for match in factors.values() if match is not None}
+    named = {(match[1], match[3]): records[name] for name, match in factors.items() if match}
     tied = {*base.aliases, *base.aliases.values()}
     for module, is_embedding in modules.items():
         a, b = named.get((module, "A")), named.get((module, "B"))
@@ -225,12 +228,12 @@ def _base_of(wanted: str, names: Sequence[str]) -> tuple[str, str]:
     >>> _base_of("q.weight", ["model.q.weight", "q.bias"]), _base_of("q.weight", ["qq.weight"])
     (('model.q.weight', ''), ('', 'no tensor has this name'))
     """
-    found = [name for name in names if name == wanted] or [
+    candidates = [name for name in names if name == wanted] or [
         name for name in names if name.endswith(f".{wanted}")
     ]
-    if len(found) == 1:
-        return found[0], ""
-    return "", "several tensors have this name" if found else "no tensor has this name"
+    if len(candidates) == 1:
+        return candidates[0], ""
+    return "", "several tensors have this name" if candidates else "no tensor has this name"
 
 
 def _scale(config: Mapping[str, object], module: str, rank: int, url: str) -> float:
@@ -306,17 +309,19 @@ class _Sums:
         """Returns why the tensor of a file has no sum; an empty text if it has one."""
         name = self._files[file]
         first, *others = self._terms
-        here = first.records[name]
+        record = first.records[name]
         for term in others:
-            there = term.records.get(name)
-            if there is None:
+            other = term.records.get(name)
+            if other is None:
                 return f"{name} is not in {without_secrets(term.url)}"
-            if here.shape != there.shape:
-                return f"{name} has the shapes {here.shape} and {there.shape}"
-            if here.dtype != there.dtype and not (_has_sum(here.dtype) and _has_sum(there.dtype)):
-                return f"{name} is {here.dtype} and {there.dtype}"
-            if not _has_sum(here.dtype) and not _are_equal(first, term, name):
-                return f"{name} is {here.dtype}, and its elements differ"
+            if record.shape != other.shape:
+                return f"{name} has the shapes {record.shape} and {other.shape}"
+            if record.dtype != other.dtype and not (
+                _has_sum(record.dtype) and _has_sum(other.dtype)
+            ):
+                return f"{name} is {record.dtype} and {other.dtype}"
+            if not _has_sum(record.dtype) and not _are_equal(first, term, name):
+                return f"{name} is {record.dtype}, and its elements differ"
         return ""
 
     def _sum(self, tensor: str, lo: int, hi: int) -> memoryview:
@@ -333,8 +338,8 @@ class _Sums:
         assert total is not None
         for added in self._products.get(tensor, ()):
             self._add(total, added, lo)
-        found = total.to(torch_dtype(records[0].dtype.torch_name))
-        return memoryview(found.view(torch.uint8).numpy().data)
+        rounded = total.to(torch_dtype(records[0].dtype.torch_name))
+        return memoryview(rounded.view(torch.uint8).numpy().data)
 
     def _add(self, total: torch.Tensor, product: _Product, lo: int) -> None:
         """Adds the elements of a product from `lo` on (rule 5)."""

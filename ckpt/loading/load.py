@@ -237,7 +237,9 @@ def load(
 def _check_fallback(fallback: object) -> None:
     """Raises ArgumentTypeError for another value of `fallback` than `load` takes."""
     places = (str, os.PathLike)
-    several = isinstance(fallback, Sequence) and all(isinstance(one, places) for one in fallback)
+    several = isinstance(fallback, Sequence) and all(
+        isinstance(place, places) for place in fallback
+    )
     if not several and not isinstance(fallback, (bool, *places)):
         raise ArgumentTypeError(
             f"fallback is {fallback!r:.80}; give True, False, a path or URL, or a list of these"
@@ -450,12 +452,12 @@ def load_or_older(
             if not older:  # places may have been removed since they were listed
                 now = again()
                 older = [place for place in now if place not in tried]
-                skipped = [one for one in skipped if not older or one.url in now]
+                skipped = [skip for skip in skipped if not older or skip.url in now]
             if older:
                 current, tries = older.pop(0), 1
                 tried.add(current)
                 continue
-            is_denied = all(one.kind == UNREADABLE for one in skipped)
+            is_denied = all(skip.kind == UNREADABLE for skip in skipped)
             if (len(skipped) == 1 or is_denied) and is_said:
                 _advise(error, kind, fallback)
                 if is_shown:
@@ -516,10 +518,10 @@ def older_beside(url: Url, options: Options) -> list[str]:
         return []
     folder, name = _folder_and_name(url)
     beside = list_committed(folder, options)
-    for at, one in enumerate(beside):
-        if one.name == name:
+    for at, checkpoint in enumerate(beside):
+        if checkpoint.name == name:
             return [older.name for older in beside[at + 1 :]]
-    return [one.name for one in beside if natural(one.name) < natural(name)]
+    return [checkpoint.name for checkpoint in beside if natural(checkpoint.name) < natural(name)]
 
 
 def _older(ranks: Ranks, url: Url, fallback: bool | Sequence[Url], options: Options) -> list[str]:
@@ -543,9 +545,9 @@ def _folder_and_name(url: Url) -> tuple[str, str]:
 
 def _none_is_sound(skipped: Sequence[Skipped], touched: Sequence[str]) -> Exception:
     """Returns the error for a checkpoint whose fallbacks are all damaged too."""
-    reasons = "; ".join(one.message for one in skipped)
+    reasons = "; ".join(skip.message for skip in skipped)
     message = f"{skipped[0].url}: neither it nor one of its fallbacks can be loaded: {reasons}"
-    is_gone = all(one.kind == NotACheckpointError.kind for one in skipped)
+    is_gone = all(skip.kind == NotACheckpointError.kind for skip in skipped)
     if touched and is_gone:  # a checkpoint that was replaced meanwhile, and none is damaged
         return ReplacedLoadError(message, touched)
     if touched:

@@ -358,13 +358,13 @@ def _check_all_sizes(url: str, store: Store, manifest: Manifest, options: Option
 
 
 def _check_sizes(where: str, store: Store, wanted: dict[str, int]) -> None:
-    there = store.sizes()
+    sizes = store.sizes()
     for name, size in wanted.items():
-        if name not in there:
+        if name not in sizes:
             raise GoneError(f"{where}/{name}")
-        if there[name] != size:
+        if sizes[name] != size:
             raise CorruptError(
-                f"{where}/{name}: the file has {there[name]} bytes, {size} were written; restore "
+                f"{where}/{name}: the file has {sizes[name]} bytes, {size} were written; restore "
                 "it from another copy"
             )
 
@@ -384,6 +384,6 @@ def _what_is_there(folder: str | os.PathLike[str], options: Options) -> str:
     if not folders:
         return "no folder is in it, so no checkpoint of ckpt's own format"
     more = f" and {len(folders) - SHOWN} more" if len(folders) > SHOWN else ""
-    shown = ", ".join(folders[-SHOWN:]) + more
-    said = f"no folder in it is a committed checkpoint of ckpt's own format ({shown})"
-    return said if below is None else f"{said}; {below.advice(store.url)}"
+    names = ", ".join(folders[-SHOWN:]) + more
+    text = f"no folder in it is a committed checkpoint of ckpt's own format ({names})"
+    return text if below is None else f"{text}; {below.advice(store.url)}"

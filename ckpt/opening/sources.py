@@ -134,11 +134,11 @@ def name_folder(folder: str, file: str | None = None) -> Iterator[None]:
     try:
         yield
     except FormatError as error:
-        said, place = str(error), without_secrets(folder)
-        if not said.startswith(place):
-            message = f"{place}: {said}"
-            if file is not None and said.startswith(file):
-                message = join_url(place, file) + said.removeprefix(file)
+        text, place = str(error), without_secrets(folder)
+        if not text.startswith(place):
+            message = f"{place}: {text}"
+            if file is not None and text.startswith(file):
+                message = join_url(place, file) + text.removeprefix(file)
             error.args = (message, *error.args[1:])
         raise
 
@@ -189,15 +189,15 @@ class _SnapshotError(Exception):
 
 def _snapshot_in(store: Store) -> str:
     """Returns the snapshot of the main branch in a cache of Hugging Face, or the only one."""
-    there = [name.rstrip("/") for name in store.entries("snapshots")]
-    told = store.read_whole("refs/main", 1000) if "main" in store.entries("refs") else b""
-    wanted = told.decode(errors="replace").strip()
-    if wanted not in there and len(there) != 1:
+    commits = [name.rstrip("/") for name in store.entries("snapshots")]
+    main = store.read_whole("refs/main", 1000) if "main" in store.entries("refs") else b""
+    wanted = main.decode(errors="replace").strip()
+    if wanted not in commits and len(commits) != 1:
         raise NotACheckpointError(
             f"{store.url}: refs/main names no snapshot of this cache; give one of its "
-            f"{len(there)} snapshots: {store.url}/snapshots/{there[-1] if there else ''}"
+            f"{len(commits)} snapshots: {store.url}/snapshots/{commits[-1] if commits else ''}"
         )
-    return f"snapshots/{wanted if wanted in there else there[0]}"
+    return f"snapshots/{wanted if wanted in commits else commits[0]}"
 
 
 def _of_no_format(store: Store, entries: Sequence[str], with_advice: bool) -> Catalog:
@@ -212,11 +212,11 @@ def _of_no_format(store: Store, entries: Sequence[str], with_advice: bool) -> Ca
     files = files_of_weights(entries)
     if len(files) == 1:
         return _read_file(store, files[0])
-    there = _format_entries(entries) if entries else nothing_at(store.url)
-    said = f"{store.url}: no checkpoint here ({there})"
+    content = _format_entries(entries) if entries else nothing_at(store.url)
+    text = f"{store.url}: no checkpoint here ({content})"
     if files:
         one = shlex.quote(join_url(store.url, files[0]))
-        raise NotACheckpointError(f"{said}; give one of its {len(files)} files: ckpt inspect {one}")
+        raise NotACheckpointError(f"{text}; give one of its {len(files)} files: ckpt inspect {one}")
     folders = [name[:-1] for name in entries if name.endswith("/")][:LOOKS]
     with suppress(OSError):
         adapters = [one for one in folders if ADAPTER in store.entries(one)]
@@ -224,7 +224,7 @@ def _of_no_format(store: Store, entries: Sequence[str], with_advice: bool) -> Ca
             from formats.training_folders import join_folders
 
             return join_folders("peft", store, adapters)
-    raise NotACheckpointError(said + (advice_at(store, entries) if with_advice else ""))
+    raise NotACheckpointError(text + (advice_at(store, entries) if with_advice else ""))
 
 
 def _read_folder(store: Store, with_advice: bool = False) -> Catalog:
@@ -244,7 +244,7 @@ def _catalog_of(store: Store, with_advice: bool) -> Catalog:
         from formats.native import reader
 
         return reader.read(store)
-    found = folder_format(entries)
+    kind = folder_format(entries)
     if DCP_METADATA not in entries and any(
         name.endswith(".safetensors") and is_shard(name) for name in entries
     ):
@@ -252,12 +252,12 @@ def _catalog_of(store: Store, with_advice: bool) -> Catalog:
             f"{store.url}: no checkpoint here, but shards without a {MANIFEST}, of an unfinished "
             "save or of one under way: see `ckpt gc`"
         )
-    return found.read(store) if found is not None else _of_no_format(store, entries, with_advice)
+    return kind.read(store) if kind is not None else _of_no_format(store, entries, with_advice)
 
 
 def _format_entries(entries: Sequence[str]) -> str:
-    found = sorted(entries, key=lambda name: name.endswith("/"))
-    return f"there are {format_names(found, SHOWN_NAMES)}"
+    ordered = sorted(entries, key=lambda name: name.endswith("/"))
+    return f"there are {format_names(ordered, SHOWN_NAMES)}"
 
 
 LOOKS, DEEPER_LOOKS = 8, 2
@@ -302,8 +302,8 @@ def similar_path(url: str | os.PathLike[str]) -> str:
             if entry.name.endswith(OF_WEIGHTS) or entry.is_dir()
         ]
         for near in get_close_matches(missing.name, names, 1):
-            found = missing.parent / near
-            return f"; did you mean {found / rest if (found / rest).exists() else found}?"
+            similar = missing.parent / near
+            return f"; did you mean {similar / rest if (similar / rest).exists() else similar}?"
     return ""
 
 
@@ -324,8 +324,8 @@ class Below:
 
     def advice(self, given: str) -> str:
         """Returns a remedy for a user who gave the folder `given` in the place of a checkpoint."""
-        verb, told = ("latest", "prints the newest") if self.is_native else ("ls", "lists them")
-        command = f"`ckpt {verb} {shlex.quote(self.folder)}` {told}"
+        verb, effect = ("latest", "prints the newest") if self.is_native else ("ls", "lists them")
+        command = f"`ckpt {verb} {shlex.quote(self.folder)}` {effect}"
         if self.is_in(given):
             return f"give one of these folders, such as {self.checkpoint} ({command})"
         return f"{self.folder} is a folder of checkpoints: {command}"
@@ -345,8 +345,8 @@ def checkpoints_below(
         for name, names in chain(inside.items(), deeper):
             is_native = MANIFEST in names
             if is_native or (folder_format(names) is not None and not only_native):
-                found = join_url(store.url, name)
-                return Below(split_url(found)[0], found, is_native)
+                place = join_url(store.url, name)
+                return Below(split_url(place)[0], place, is_native)
     return None
 
 

@@ -186,13 +186,13 @@ def remove_old(store: Store) -> None:
     A store that fails leaves them to `gc`.
     """
     with suppress(OSError, FormatError):
-        found = [
+        left_overs = [
             left_over
             for left_over in _find_left_overs(store, store.url, (), OLD_SECONDS)
             if left_over.is_old
         ]
-        needed, folder = base_files_beside(store.url, store.options) if found else (None, "")
-        for one in found:
+        needed, folder = base_files_beside(store.url, store.options) if left_overs else (None, "")
+        for one in left_overs:
             if needed is None or not needed.cover(folder, one.name):
                 _remove(store, OLD_SECONDS, one)
 
@@ -236,7 +236,7 @@ def _collect(
 
     `seen` is a listing of the folder around them, or without `is_inside` of the only one.
     """
-    found: list[LeftOver] = []
+    left_overs: list[LeftOver] = []
     for place in places:
         name = _name(place) if is_inside else ""
         if seen is not None and seen.is_clean(name):
@@ -244,36 +244,36 @@ def _collect(
         with open_store(place, options) as store:
             listed = store if seen is None else _Seen.of(store, seen, name)
             try:
-                found += _find_left_overs(listed, place, places, age)
+                left_overs += _find_left_overs(listed, place, places, age)
             except OSError as error:
                 if not is_inside or not concerns_one_file(error):
                     raise
                 warn(UnreadableWarning(f"{place} was left out: {error}"), stacklevel=3)
     # The borrowed files are looked up after the named ones: a save that borrows later finds its
     # base without the file and commits nothing.
-    if any(one.kind == SHARD for one in found):
+    if any(one.kind == SHARD for one in left_overs):
         needed = look_up()
         moment = now()
-        found = [
+        left_overs = [
             one
-            for one in found
+            for one in left_overs
             if not needed.cover(_name(one.folder), one.name, moment - one.age_seconds)
         ]
     if not delete:
-        return found
+        return left_overs
     removed: set[LeftOver] = set()
-    for place in dict.fromkeys(one.folder for one in found if one.is_old):
+    for place in dict.fromkeys(one.folder for one in left_overs if one.is_old):
         with open_store(place, options) as store, Pool(WORKERS, "ckpt-gc") as pool:
             again = {
                 _key(left_over)
                 for left_over in _find_left_overs(store, place, places, age)
                 if left_over.is_old
             }
-            chosen = [one for one in found if one.folder == place and _key(one) in again]
+            chosen = [one for one in left_overs if one.folder == place and _key(one) in again]
             list(pool.map(partial(_remove, store, age), chosen))
             removed |= {*chosen}
             store.remove_if_empty()
-    return [replace(one, was_removed=one in removed) for one in found]
+    return [replace(one, was_removed=one in removed) for one in left_overs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,8 +290,10 @@ class _Listing:
         """Returns the listing of a folder; None if the store lists folder by folder."""
         if local_path(store.url) is not None:
             return None
-        found = checkpoints_in(store)
-        return None if found.files is None else cls(found.files, found.facts, begun)
+        checkpoints = checkpoints_in(store)
+        return (
+            None if checkpoints.files is None else cls(checkpoints.files, checkpoints.facts, begun)
+        )
 
     @property
     def folders(self) -> set[str]:
@@ -300,8 +302,8 @@ class _Listing:
 
     def begun_in(self, folder: str) -> list[Unfinished]:
         """Returns the uploads directly to a folder, by the names of their files."""
-        pairs = [(one.name.rpartition("/"), one) for one in self.begun]
-        return [replace(one, name=parts[2]) for parts, one in pairs if parts[0] == folder]
+        pairs = [(upload.name.rpartition("/"), upload) for upload in self.begun]
+        return [replace(upload, name=parts[2]) for parts, upload in pairs if parts[0] == folder]
 
     def is_clean(self, folder: str) -> bool:
         """Whether a folder surely has no left-over: a checkpoint with all and only its files."""
@@ -328,12 +330,12 @@ class _Seen:
     def sizes(self) -> dict[str, int]:
         """Returns the sizes of the files directly in the folder, by name."""
         files = self._listing.files.get(self._folder, {})
-        return {name: one.nbytes or 0 for name, one in files.items()}
+        return {name: file.nbytes or 0 for name, file in files.items()}
 
     def arrivals(self) -> dict[str, float]:
         """Returns the times of the last writes, by name."""
         files = self._listing.files.get(self._folder, {})
-        return {name: one.modified for name, one in files.items()}
+        return {name: file.modified for name, file in files.items()}
 
     def folders(self) -> list[str]:
         """Returns the folders directly in the folder, sorted."""

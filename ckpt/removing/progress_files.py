@@ -106,19 +106,19 @@ class Watch:
         be listed.
         """
         above, name = split_url(self.url.rstrip("/") or "/")
-        found = [*self._inside(self.url, name)]
+        saves = [*self._inside(self.url, name)]
         if name and local_path(self.url) is not None:
             with suppress(PermissionError), open_store(above) as store:
-                found += self._find_conversions(above, store, store.list_unfinished(), name)
-        return sorted(found, key=lambda one: -one.changed)
+                saves += self._find_conversions(above, store, store.list_unfinished(), name)
+        return sorted(saves, key=lambda one: -one.changed)
 
     def _inside(self, url: str, name: str) -> Iterator[UnderWay]:
         """Yields what is under way in a folder and in the folders that changed last in it."""
         with open_store(url, self._options) as store:
             begun = store.list_unfinished()
-            here = [one for one in begun if "/" not in one.name]
-            yield from self._attempts(url, name, store, here)
-            yield from self._find_conversions(url, store, here)
+            directly = [unfinished for unfinished in begun if "/" not in unfinished.name]
+            yield from self._attempts(url, name, store, directly)
+            yield from self._find_conversions(url, store, directly)
             below = _recent(store)
         inside = _by_folder(begun)  # of a bucket
         for folder in dict.fromkeys([*below, *sorted(inside)]):
@@ -133,17 +133,17 @@ class Watch:
     ) -> Iterator[UnderWay]:
         """Yields the attempts in the folder of a checkpoint without a manifest that names them."""
         files: dict[str, dict[int, FileUnderWay]] = {}
-        for one in begun:
-            if matched := SHARD.fullmatch(one.name):
+        for unfinished in begun:
+            if matched := SHARD.fullmatch(unfinished.name):
                 rank = int(matched[2])
-                files.setdefault(matched[1], {})[rank] = self._part(url, store, one, rank)
+                files.setdefault(matched[1], {})[rank] = self._part(url, store, unfinished, rank)
         sizes = store.sizes()
         for file_name, size in sizes.items():
             matched = SHARD.fullmatch(file_name)
             if matched and (matched[1] in files or MANIFEST not in sizes):
                 rank = int(matched[2])
                 files.setdefault(matched[1], {})[rank] = _complete(store, file_name, size, rank)
-        is_committing = any(one.name == MANIFEST for one in begun)
+        is_committing = any(unfinished.name == MANIFEST for unfinished in begun)
         for attempt, found in files.items():
             yield UnderWay(
                 name, attempt, tuple(found[rank] for rank in sorted(found)), is_committing
@@ -153,11 +153,11 @@ class Watch:
         self, url: str, store: Store, begun: Sequence[Unfinished], wanted: str | None = None
     ) -> Iterator[UnderWay]:
         """Yields conversions to other formats in a folder; only to the target `wanted` if given."""
-        for one in begun:
-            is_native = SHARD.fullmatch(one.name) or _SMALL.fullmatch(one.name)
-            if not is_native and wanted in (None, one.name):
-                file = self._part(url, store, one, None)
-                yield UnderWay(one.name, "", (file,), is_committing=False)
+        for unfinished in begun:
+            is_native = SHARD.fullmatch(unfinished.name) or _SMALL.fullmatch(unfinished.name)
+            if not is_native and wanted in (None, unfinished.name):
+                file = self._part(url, store, unfinished, None)
+                yield UnderWay(unfinished.name, "", (file,), is_committing=False)
         for folder in store.folders():
             matched = _FOLDER.fullmatch(folder)
             if matched and wanted in (None, matched[1]):
@@ -167,7 +167,7 @@ class Watch:
     def _files(self, url: str) -> tuple[FileUnderWay, ...]:
         """Returns the files in the folder that a conversion fills."""
         with open_store(url, self._options) as store:
-            parts = {one.upload_id: one for one in store.list_unfinished()}
+            parts = {upload.upload_id: upload for upload in store.list_unfinished()}
             found = [self._part(url, store, part, None) for part in parts.values()]
             for name, size in store.sizes().items():
                 if name not in parts:
@@ -191,12 +191,12 @@ class Watch:
 
 def _by_folder(begun: Sequence[Unfinished]) -> dict[str, list[Unfinished]]:
     """Returns uploads to files of folders, by the folder, with the names of the files alone."""
-    found: dict[str, list[Unfinished]] = {}
-    for one in begun:
-        folder, _, name = one.name.partition("/")
+    by_folder: dict[str, list[Unfinished]] = {}
+    for unfinished in begun:
+        folder, _, name = unfinished.name.partition("/")
         if name and "/" not in name:
-            found.setdefault(folder, []).append(replace(one, name=name))
-    return found
+            by_folder.setdefault(folder, []).append(replace(unfinished, name=name))
+    return by_folder
 
 
 def _recent(store: Store) -> list[str]:
@@ -247,14 +247,14 @@ def rates(
     earlier: Sequence[UnderWay], later: Sequence[UnderWay], seconds: float
 ) -> dict[tuple[str, str, str], float]:
     """Returns the bytes per second of each file that both looks have, by its `key`."""
-    before = {key(one, file): file.nbytes for one in earlier for file in one.files}
-    found = {}
-    for one in later:
-        for file in one.files:
-            was = before.get(key(one, file))
-            if was is not None and file.nbytes is not None and seconds > 0:
-                found[key(one, file)] = max(0, file.nbytes - was) / seconds
-    return found
+    before = {key(save, file): file.nbytes for save in earlier for file in save.files}
+    rates_by_key = {}
+    for save in later:
+        for file in save.files:
+            nbytes_before = before.get(key(save, file))
+            if nbytes_before is not None and file.nbytes is not None and seconds > 0:
+                rates_by_key[key(save, file)] = max(0, file.nbytes - nbytes_before) / seconds
+    return rates_by_key
 
 
 def key(one: UnderWay, file: FileUnderWay) -> tuple[str, str, str]:

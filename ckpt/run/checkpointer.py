@@ -440,8 +440,8 @@ class Checkpointer(Uncopied):
     ) -> LoadOptions:
         """Returns the options of a load; a wrong argument of one rank is an error on all."""
         group = None if isinstance(self._arguments.group, str) else self._arguments.group
-        found, call = self._ranks.check_on_all(checked), f"Checkpointer.{call}"
-        return replace(found, group=group, storage=storage, by_host=by_host, call=call)
+        options, call = self._ranks.check_on_all(checked), f"Checkpointer.{call}"
+        return replace(options, group=group, storage=storage, by_host=by_host, call=call)
 
     def start_from(
         self,
@@ -495,9 +495,9 @@ class Checkpointer(Uncopied):
         ranks = Ranks(how.group, how.timeout)
         first, *others = self._ranks.places_in(place, storage_options)
         once = partial(load_once, ranks, state=state, options=options)
-        _, taken = load_or_older(ranks, first, others, once, storage_options)
-        self._ranks.log(f"begins with the state of {without_secrets(taken)}")
-        return taken
+        _, place_taken = load_or_older(ranks, first, others, once, storage_options)
+        self._ranks.log(f"begins with the state of {without_secrets(place_taken)}")
+        return place_taken
 
     def latest_step(self) -> int | None:
         """Returns the step that was committed last, or None. All ranks call this."""
@@ -508,8 +508,8 @@ class Checkpointer(Uncopied):
 
         Steps that were saved with `Keep(last_finite=)` tell; a step of another run does not count.
         """
-        found = (step.step for step in self._ranks.steps() if step.nonfinite == 0)
-        return next(found, None)
+        finite = (step.step for step in self._ranks.steps() if step.nonfinite == 0)
+        return next(finite, None)
 
     def all_steps(self) -> list[int]:
         """Returns the steps that have a checkpoint, the newest first. All ranks call this."""
@@ -525,8 +525,8 @@ class Checkpointer(Uncopied):
             raise ArgumentError(
                 "best_step() needs a metric: Checkpointer(keep=Keep(best=, metric=))"
             )
-        found = best_first(self._ranks.steps(), metric, self._keep.mode)
-        return found[0].step if found else None
+        ranked = best_first(self._ranks.steps(), metric, self._keep.mode)
+        return ranked[0].step if ranked else None
 
     def delete(self, step: int) -> None:
         """Deletes the checkpoint of a step, also its local copies. All ranks call this.
@@ -543,7 +543,7 @@ class Checkpointer(Uncopied):
         step = self._check_step(step)
         self.wait_until_finished()
         memory = [] if self._memory is None else self._ranks.memory_steps(self._memory)
-        if any(one.step == step for one, _ in memory):
+        if any(saved.step == step for saved, _ in memory):
             raise MisuseError(
                 f"step {step} is in memory (memory=), which keeps the last two steps and frees "
                 "each by itself; delete a step that is in the folder"

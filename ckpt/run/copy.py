@@ -74,18 +74,20 @@ def copy(
         StoreError: a disk or object store failed; a repeated call goes on.
     """
     source, target = os.fspath(src), os.fspath(dst)
-    there = storage_options if dst_storage_options is None else dst_storage_options
+    dst_options = storage_options if dst_storage_options is None else dst_storage_options
     if one_spelling(source) == one_spelling(target):
         raise ArgumentError(
             f"{without_secrets(source)}: this is source and target; give another target"
         )
-    places = _Places(source, target, storage_options, there, progress)
+    places = _Places(source, target, storage_options, dst_options, progress)
     with open_store(source, storage_options) as store:
         is_one = store.exists(MANIFEST)
     if is_one:
         yield places.copy("")
         return
-    names = [one.name for one in reversed(list_checkpoints(source, storage_options).newest)]
+    names = [
+        checkpoint.name for checkpoint in reversed(list_checkpoints(source, storage_options).newest)
+    ]
     if not names:
         with open_store(source, storage_options) as store:
             advice = advice_at(store, store.entries())
@@ -184,10 +186,10 @@ def _copy(
     progress: Callable[[int], None] | None,
 ) -> int:
     """Copies the files of a checkpoint, checks them and writes the manifest; returns the bytes."""
-    began, there = time.monotonic(), target.sizes()
-    check_no_other(target.url, there)
-    arrived = target.arrivals() if there else {}
-    missing = [file for file in manifest.files if not _is_whole(file, there, arrived)]
+    began, sizes = time.monotonic(), target.sizes()
+    check_no_other(target.url, sizes)
+    arrived = target.arrivals() if sizes else {}
+    missing = [file for file in manifest.files if not _is_whole(file, sizes, arrived)]
     records = {file.name: _record(file) for file in missing}
 
     def source_of(name: str) -> CopySource:

@@ -215,7 +215,7 @@ class RunRanks:
 
         def list_steps(records: Sequence[bytes]) -> bytes:
             found = run_steps(self.url, storage_options=self._options)
-            return json.dumps([_row(one) for one in found]).encode()
+            return json.dumps([_row(saved) for saved in found]).encode()
 
         rows = self._merge_records("listing the checkpoints of the run", lambda: None, list_steps)
         return [_of_row(row) for row in rows]
@@ -235,7 +235,7 @@ class RunRanks:
             InUseError: another checkpoint borrows from it, or it is pinned.
         """
         near = [] if tier is None else self.local_steps(tier.steps)
-        is_near = any(one.step == step for one in near)
+        is_near = any(saved.step == step for saved in near)
 
         def delete() -> None:
             delete_step(self.place(step), is_near, self._options, None, look)
@@ -265,12 +265,12 @@ class RunRanks:
         self, step: int | None, tier: LocalTier | None, memory: MemoryTier | None
     ) -> list[tuple[str, int]]:
         """Returns the places to restore from and their steps, the best first; `step` or all."""
-        found = [] if memory is None else self.memory_steps(memory)
+        candidates = [] if memory is None else self.memory_steps(memory)
         near = [] if tier is None else self.local_steps(tier.steps)
-        found += [(one, tier.place(one.step)) for one in near if tier is not None]
-        found += [(one, self.place(one.step)) for one in self.steps()]
-        found = newest_first(found, lambda one: one[0].age)
-        places = [(place, one.step) for one, place in found if step in (None, one.step)]
+        candidates += [(one, tier.place(one.step)) for one in near if tier is not None]
+        candidates += [(one, self.place(one.step)) for one in self.steps()]
+        candidates = newest_first(candidates, lambda one: one[0].age)
+        places = [(place, one.step) for one, place in candidates if step in (None, one.step)]
         return places if places or step is None else [(self.place(step), step)]
 
     def places_in(self, url: str, options: Options) -> list[str]:
@@ -328,8 +328,8 @@ def _row(one: RunStep) -> list[object]:
 def _of_row(row: Sequence[Any]) -> RunStep:
     step, name, time, order, metrics, is_damaged, nonfinite = row
     counted = None if order is None else (int(order[0]), int(order[1]))
-    told = RunStep(step, name, time, metrics, is_damaged=is_damaged, order=counted)
-    return replace(told, nonfinite=nonfinite)
+    run_step = RunStep(step, name, time, metrics, is_damaged=is_damaged, order=counted)
+    return replace(run_step, nonfinite=nonfinite)
 
 
 def _check_same_step(others: Sequence[tuple[int, int]]) -> None:

@@ -67,8 +67,8 @@ def epochs(names: Iterable[str]) -> list[int]:
     >>> epochs(["owner-3.json", "owner-03.json", "step-3/"])
     [3]
     """
-    found = (_FILE.fullmatch(name) for name in names)
-    return [int(one[1]) for one in found if one is not None and file_name(int(one[1])) == one[0]]
+    matches = (_FILE.fullmatch(name) for name in names)
+    return [int(m[1]) for m in matches if m is not None and file_name(int(m[1])) == m[0]]
 
 
 class Ownership:
@@ -124,8 +124,8 @@ class Ownership:
         Raises NotOwnerError if a later start owns the folder, ArgumentError if another run does.
         """
         with open_store(self._url, self._options) as store:
-            there = epochs(store.names())
-            for other in there:
+            taken = epochs(store.names())
+            for other in taken:
                 run = self._read_start(store, other).get("run")
                 if run is not None and run != self._run:
                     raise ArgumentError(
@@ -133,7 +133,7 @@ class Ownership:
                         f"its own, or remove {file_name(other)} in it if that run is over"
                     )
             self.epoch = epoch
-            self._check(store, there)
+            self._check(store, taken)
             with suppress(ExistsError):
                 store.commit(file_name(epoch), self._note(epoch), replace=False)
             self._remove_older(store, epoch)
@@ -182,30 +182,30 @@ class Ownership:
         """Whether the start that took an epoch began after this one."""
         if self._found is None or epoch <= self._found:
             return False
-        told = self._read_start(store, epoch)
-        found, started = told.get("found"), told.get("started")
-        if type(found) is not int or not isinstance(started, str):  # of an older release
+        start = self._read_start(store, epoch)
+        highest, started = start.get("found"), start.get("started")
+        if type(highest) is not int or not isinstance(started, str):  # of an older release
             return False
-        return (found, seconds_of(started)) > (self._found, seconds_of(self._started))
+        return (highest, seconds_of(started)) > (self._found, seconds_of(self._started))
 
     def _check(self, store: Store, there: Collection[int]) -> None:
         newest = max(there, default=0)
         if newest <= self.epoch:
             return
-        told = self._read_start(store, newest)
-        since = seconds_of(str(told.get("began")))
+        start = self._read_start(store, newest)
+        since = seconds_of(str(start.get("began")))
         age = f", which began to save {_format_age(time.time() - since)} ago" if since else ""
-        command = str(told.get("command", ""))[:SHOWN_CHARS]
+        command = str(start.get("command", ""))[:SHOWN_CHARS]
         raise NotOwnerError(
-            f"{without_secrets(self._url)} belongs to another job now: host {told.get('host')}, "
-            f"process {told.get('pid')}{age}{f' ({command})' if command else ''}. Nothing was "
+            f"{without_secrets(self._url)} belongs to another job now: host {start.get('host')}, "
+            f"process {start.get('pid')}{age}{f' ({command})' if command else ''}. Nothing was "
             "saved or removed. End this job; to go on with it in place of the other, end the "
             "other and start this one again"
         )
 
     def _note(self, epoch: int) -> bytes:
         command = without_secrets(" ".join(sys.orig_argv))[:COMMAND_CHARS]
-        told = {
+        record = {
             "epoch": epoch,
             "run": self._run,
             "host": host_name(),
@@ -216,7 +216,7 @@ class Ownership:
             "command": command,
             "token": secrets.token_hex(8),
         }
-        return json.dumps(told).encode()
+        return json.dumps(record).encode()
 
     def _read_start(self, store: Store, epoch: int) -> dict[str, object]:
         """Returns the content of a start's file; empty if it is gone or damaged."""
@@ -261,7 +261,7 @@ def provenance(hosts: Sequence[str]) -> str:
     `hosts` has one name for each rank. A directory without git has no revision.
     """
     names = list(dict.fromkeys(hosts))
-    found = {
+    record = {
         "command": without_secrets(" ".join(sys.orig_argv))[:COMMAND_CHARS],
         "git": git_revision(),
         "python": platform.python_version(),
@@ -269,7 +269,7 @@ def provenance(hosts: Sequence[str]) -> str:
         "hosts": names[:SHOWN_HOSTS],
         "host_count": len(names),
     }
-    return json.dumps({key: value for key, value in found.items() if value})
+    return json.dumps({key: value for key, value in record.items() if value})
 
 
 def host_name() -> str:
@@ -288,11 +288,11 @@ def machine() -> str:
 
 def git_revision(folder: str | None = None) -> str:
     """Returns the commit of a folder, with `+` if files differ from it; empty without git."""
-    here = folder or os.getcwd()
-    head = _git(here, "rev-parse", "HEAD")
+    directory = folder or os.getcwd()
+    head = _git(directory, "rev-parse", "HEAD")
     if not head:
         return ""
-    return head + ("+" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
+    return head + ("+" if _git(directory, "status", "--porcelain", "--untracked-files=no") else "")
 
 
 def _git(folder: str, *arguments: str) -> str:

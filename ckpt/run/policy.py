@@ -234,24 +234,26 @@ def removable(steps: Sequence[RunStep], keep: Keep, now: float) -> list[RunStep]
     """
     if keep.keeps_all:
         return []
-    there = newest_steps(one for one in steps if not one.is_damaged)
-    newest = steps = [one for one in there if not one.is_bare]
-    kept = {one.name for one in newest[: keep.last or 1]}
-    kept |= {one.name for one in steps if one.pins}
+    intact = newest_steps(step for step in steps if not step.is_damaged)
+    newest = steps = [step for step in intact if not step.is_bare]
+    kept = {step.name for step in newest[: keep.last or 1]}
+    kept |= {step.name for step in steps if step.pins}
     if keep.last_finite is not None:
-        finite = [one.name for one in newest if one.nonfinite == 0]
+        finite = [step.name for step in newest if step.nonfinite == 0]
         kept |= {*finite[: keep.last_finite]}
     if keep.every is not None:
-        kept |= {one.name for one in steps if one.step % keep.every == 0}
+        kept |= {step.name for step in steps if step.step % keep.every == 0}
     if keep.younger_than is not None:
-        kept |= {one.name for one in steps if keep.is_young(now - one.time)}
+        kept |= {step.name for step in steps if keep.is_young(now - step.time)}
     if keep.best is not None and keep.metric is not None:
-        kept |= {one.name for one in best_first(steps, keep.metric, keep.mode)[: keep.best]}
+        kept |= {step.name for step in best_first(steps, keep.metric, keep.mode)[: keep.best]}
     if keep.one_per is not None:
-        kept |= {one.name for one in {keep.period_of(one.time): one for one in newest}.values()}
-    first = there.index(newest[0]) if newest else len(there)
-    bare = {one.name for one in there[first:] if one.is_bare and not one.pins}
-    return [one for one in there if one.name in bare or not (one.is_bare or one.name in kept)]
+        kept |= {
+            step.name for step in {keep.period_of(step.time): step for step in newest}.values()
+        }
+    first = intact.index(newest[0]) if newest else len(intact)
+    bare = {step.name for step in intact[first:] if step.is_bare and not step.pins}
+    return [step for step in intact if step.name in bare or not (step.is_bare or step.name in kept)]
 
 
 @dataclass(frozen=True, slots=True)

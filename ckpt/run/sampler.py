@@ -176,10 +176,10 @@ class ElasticSampler(Sampler[int]):
         own = self.state_dict()
         others = [name for name in ("size", "shuffle", "seed") if state_dict[name] != own[name]]
         if others:
-            said = ", ".join(f"{name}={state_dict[name]} (here {own[name]})" for name in others)
+            changed = ", ".join(f"{name}={state_dict[name]} (here {own[name]})" for name in others)
             raise ArgumentError(
-                f"ElasticSampler: the saved position is in another order of samples: {said}; give "
-                "the sampler these, or leave it out of the load (exclude=) to begin an epoch"
+                f"ElasticSampler: the saved position is in another order of samples: {changed}; "
+                "give the sampler these, or leave it out of the load (exclude=) to begin an epoch"
             )
         self.epoch, self._position = int(state_dict["epoch"]), int(state_dict["position"])
         self._iterated = None

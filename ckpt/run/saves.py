@@ -407,9 +407,9 @@ def next_exchange(step: int, last: int, seconds: float) -> int:
     >>> next_exchange(step=10, last=9, seconds=0.01), next_exchange(step=10, last=0, seconds=30.0)
     (12, 11)
     """
-    taken = max(1, step - last)
-    wanted = taken * EXCHANGE_SECONDS / seconds if seconds > 0 else 2 * taken
-    return step + max(1, int(min(wanted, 2 * taken)))
+    steps = max(1, step - last)
+    wanted = steps * EXCHANGE_SECONDS / seconds if seconds > 0 else 2 * steps
+    return step + max(1, int(min(wanted, 2 * steps)))
 
 
 SAME_SECONDS = 1.0

@@ -135,13 +135,13 @@ def list_steps(
             pins = pins_in(store.names() if names is None else names)
     except FileNotFoundError:
         return RunListing([], {}, None)
-    steps = [step for one in seen.newest if (step := run_step(one)) is not None]
+    steps = [step for checkpoint in seen.newest if (step := run_step(checkpoint)) is not None]
     wrong = {name: e for name, e in seen.found.unreadable.items() if step_of(name) is not None}
     if not steps:
         for error in wrong.values():
             raise error
     bare = seen.found.is_bare
-    pinned = (replace(one, pins=pins.get(one.step, ()), is_bare=bare(one.name)) for one in steps)
+    pinned = (replace(s, pins=pins.get(s.step, ()), is_bare=bare(s.name)) for s in steps)
     reasons = {name: str(error) for name, error in wrong.items()}
     return RunListing(newest_steps(pinned), reasons, seen.found)
 
@@ -149,12 +149,12 @@ def list_steps(
 def unreadable_warning(url: str, unreadable: Mapping[str, str]) -> UnreadableWarning:
     """Returns the warning that names steps that cannot be read, with the reasons."""
     reasons = [*unreadable.values()]
-    said = "; ".join(reasons[:SHOWN])
+    shown = "; ".join(reasons[:SHOWN])
     more = f"; and {len(reasons) - SHOWN} more" if len(reasons) > SHOWN else ""
     return UnreadableWarning(
         f"{without_secrets(url)}: left out: {format_names([*unreadable], SHOWN)}, which "
         "cannot be read: "
-        f"{said}{more}"
+        f"{shown}{more}"
     )
 
 
@@ -168,14 +168,14 @@ def check_no_foreign_steps(url: str, options: Options) -> None:
         numbered = [name for name in store.folders() if any(map(str.isdecimal, name))]
         for name in sorted(numbered, key=natural)[-LOOKS:]:
             entries = store.entries(name)
-            found = folder_format(entries)
-            if step_of(name) is not None and found is not None:
+            other = folder_format(entries)
+            if step_of(name) is not None and other is not None:
                 raise ExistsError(
-                    f"{url}: its {name} is a checkpoint of another format ({found.name}), which a "
+                    f"{url}: its {name} is a checkpoint of another format ({other.name}), which a "
                     f"Checkpointer neither restores nor replaces; convert it to the folder of a "
                     f"new run: ckpt.convert('{url}/{name}', 'NEW/{name}', to='ckpt')"
                 )
-            if step_of(name) is None and (found is not None or MANIFEST in entries):
+            if step_of(name) is None and (other is not None or MANIFEST in entries):
                 raise ExistsError(
                     f"{url}: its {name} is a checkpoint, but no step of a run, whose folders are "
                     f"named step-N: a Checkpointer here would begin anew; give the run another "
@@ -188,12 +188,13 @@ def run_step(found: Committed) -> RunStep | None:
     step = step_of(found.name)
     if step is None:
         return None
-    said = found.metadata
-    metrics, program = metrics_of(said), program_of(said)
+    metadata = found.metadata
+    metrics, program = metrics_of(metadata), program_of(metadata)
     age = found.age
-    one = RunStep(step, found.name, age.time, metrics, program, not said, age.order)
-    count = said.get(NONFINITE, "")
-    return replace(one, nonfinite=int(count)) if count.isdecimal() and len(count) < 20 else one
+    saved = RunStep(step, found.name, age.time, metrics, program, not metadata, age.order)
+    count = metadata.get(NONFINITE, "")
+    has_count = count.isdecimal() and len(count) < 20
+    return replace(saved, nonfinite=int(count)) if has_count else saved
 
 
 class RunCounter:
@@ -210,11 +211,11 @@ class RunCounter:
 
     def __init__(self, before: Iterable[RunStep]) -> None:
         known = list(before)
-        self.epoch = 1 + max((one.order[0] for one in known if one.order is not None), default=0)
+        self.epoch = 1 + max((step.order[0] for step in known if step.order is not None), default=0)
         """The epoch of this start; `is_taken` tells whether it owns the run, and it is final."""
         self.is_taken = False
         self._number = 0
-        self._began = max((one.time for one in known), default=0.0)
+        self._began = max((step.time for step in known), default=0.0)
 
     def take(self, epoch: int) -> None:
         """Notes that this start owns the run with this epoch (`ckpt.run.owner`)."""
@@ -342,7 +343,7 @@ def removals(
             if look is not None:
                 look(checkpoints.names() if checkpoints.is_recent else None)
             checkpoints = remove_together(store, done, checkpoints)
-        yield from (Removal(one) for one in done)
+        yield from (Removal(step) for step in done)
         if owner is not None:
             if listing is None or done:
                 owner.note(checkpoints.listing)
@@ -437,8 +438,8 @@ def _one_by_one(
     """Removes checkpoints on a store without a listing of all files, as `removals` does."""
     failed: Exception | None = None
     gone: set[str] | None = set() if dry_run else None
-    for one in steps:
-        place = join_url(url, one.name)
+    for step in steps:
+        place = join_url(url, step.name)
         needed_by = ""
         try:
             delete_step(place, True, options, gone, look and partial(look, None))
@@ -449,7 +450,7 @@ def _one_by_one(
         except (CkptError, OSError) as error:
             failed = failed or error
             continue
-        yield Removal(one, needed_by)
+        yield Removal(step, needed_by)
     if failed is not None:
         raise failed
 

@@ -119,14 +119,14 @@ class LocalTier:
         except FileNotFoundError:
             return []
         mine, steps = self.metadata[HOSTS], []
-        for one in found:
-            step = step_of(one.name)
-            if step is None or not one.metadata:
+        for checkpoint in found:
+            step = step_of(checkpoint.name)
+            if step is None or not checkpoint.metadata:
                 continue
-            hosts = one.metadata.get(HOSTS, "")
-            self._check_own(one.name, hosts)
+            hosts = checkpoint.metadata.get(HOSTS, "")
+            self._check_own(checkpoint.name, hosts)
             if hosts == mine:
-                began, order = (one.metadata.get(key, "") for key in (BEGAN, ORDER))
+                began, order = (checkpoint.metadata.get(key, "") for key in (BEGAN, ORDER))
                 steps.append((began, order, step))
         return steps
 
@@ -228,10 +228,10 @@ Told = Sequence[tuple[Address, Mapping[int, VersionInfo]]]
 
 def whole(servers: Told) -> list[Found]:
     """Returns the versions that these servers can give whole, newest first (rule 7)."""
-    found = []
+    complete = []
     for number in sorted({number for _, versions in servers for number in versions}, reverse=True):
         having = [(at, versions[number]) for at, versions in servers if number in versions]
-        committed = [(at, one) for at, one in having if one.complete]
+        committed = [(at, version) for at, version in having if version.complete]
         if not committed or not {STEP, BEGAN, TOKEN} <= committed[0][1].info.keys():
             continue
         _, first = committed[0]
@@ -239,14 +239,16 @@ def whole(servers: Told) -> list[Found]:
             name: FileAt(
                 wanted.size,
                 tuple(
-                    at for at, one in committed if name in one.files and at in one.files[name].at
+                    at
+                    for at, version in committed
+                    if name in version.files and at in version.files[name].at
                 ),
             )
             for name, wanted in first.files.items()
         }
         if all(file.at for file in files.values()):
-            found.append(Found(number, first.info, files, [at for at, _ in committed]))
-    return found
+            complete.append(Found(number, first.info, files, [at for at, _ in committed]))
+    return complete
 
 
 def name_of_run(url: str) -> str:
@@ -309,7 +311,7 @@ def _there(name: str) -> _There | None:
     except UnreachableError:
         return None
     try:
-        complete = [one.info for one in server.versions().values() if one.complete]
+        complete = [version.info for version in server.versions().values() if version.complete]
     except NotACheckpointError:  # it is ending
         complete = []
     newest = max(complete, key=lambda info: str(info.get(BEGAN)), default={})
