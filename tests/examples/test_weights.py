@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import ckpt
 from tests.namespaces import DEVICE, command_on, connect, environment, system, two_hosts
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "weights.py"
-VERSIONS = 20
+VERSIONS = 16
 LIMIT_SECONDS = 950
 JOBS = {"train": 2, "generate": 3}
 """The ranks of each job."""
@@ -24,9 +25,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]  # processes that imp
 
 
 def check(said: str) -> None:
-    """Fails unless the tokens of all versions were compared, and most versions have new ones."""
-    assert said.count("tokens equal the reference") == VERSIONS, said
-    assert said.count(", 0 of them new") < VERSIONS / 2, said
+    """Fails unless the tokens of all versions were compared, and the policy has learned."""
+    assert said.count("768 tokens equal the reference") == VERSIONS, said
+    rewards = [float(one) for one in re.findall(r"reward (\d\.\d\d)", said)]
+    assert rewards[0] < 0.2 < 0.6 < rewards[-1], said
 
 
 def test_a_generator_with_another_layout_and_dtype_writes_the_tokens_of_the_disk(
@@ -82,4 +84,6 @@ def test_jobs_on_two_hosts_send_weights_and_tokens_over_the_network(tmp_path: Pa
         assert (tmp_path / job).read_text().startswith("live://10.213.8.")
     with ckpt.open(tmp_path / "version-1") as checkpoint:
         nbytes = checkpoint.catalog.nbytes
-    assert received_bytes("ckpt-generate") - before > VERSIONS * nbytes
+    whole = nbytes / 2  # published in bfloat16
+    received = received_bytes("ckpt-generate") - before
+    assert received < VERSIONS * whole / 2, (received, VERSIONS * whole)
