@@ -25,7 +25,6 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ckpt.arguments import DtypeName, FormatName, KindName
-from ckpt.checking.verify import library_problems
 from ckpt.converting.layouts import by_size, check_kind, of_kind
 from ckpt.converting.native_target import StoredState, check_written, outgoing, write_native
 from ckpt.converting.target_formats import (
@@ -376,6 +375,8 @@ def convert(
         elif not dry_run:
             target.write(ranks, state, files, casts)
         if verify and not dry_run and is_first:
+            from ckpt.checking.verify import library_problems  # start-up, for few conversions
+
             call.doing("verifying")
             wanted = outgoing(source.url, source.store, found.catalog, casts, None, untied)
             with open_source(target.url, target.options) as result:

@@ -80,8 +80,8 @@ class LoadOptions:
     """The arguments of a load, checked."""
 
     fit: Fit = field(default_factory=Fit)
-    changes: Changes = field(default_factory=Changes)
-    """The mappings."""
+    changes: Changes | None = None
+    """The mappings, if there are any."""
     verify: Verify = True
     group: ProcessGroup | None = None
     progress: Progress | None = None
@@ -121,7 +121,7 @@ def _by_other_names(
 
     All ranks call this. Communicates if any rank has found a difference.
     """
-    is_free = not (options.changes.mappings or options.fit.rename or options.forgiven)
+    is_free = not (options.changes or options.fit.rename or options.forgiven)
     alike = agreed.same["unexpected"] and agreed.same["differing"]
     if (
         not is_free
@@ -250,7 +250,7 @@ def _open_and_match(
         version = parse(source.store.url).version
         source = replace(source, url=str(parse(source.url).at(version)))
     source = replace(source, catalog=select_weights(source.catalog, state))
-    if options.changes.mappings:
+    if options.changes is not None:
         source = replace(source, catalog=options.changes.apply(source).catalog)
     return _match(ranks, source, state, options)
 

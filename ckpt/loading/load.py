@@ -258,7 +258,10 @@ def load_options(
 ) -> LoadOptions:
     """Returns options with these arguments of a load, checked. Raises ArgumentError."""
     fit = Fit(strict, rename, Selection.of(include, exclude), casting_of(dtype, casting))
-    return LoadOptions(fit=fit, changes=Changes(mapping=mapping, parameters=parameters))
+    if mapping == () and parameters is None:
+        return LoadOptions(fit=fit)
+    changes = Changes(mapping=mapping, parameters=parameters)
+    return LoadOptions(fit=fit, changes=changes if changes.mappings else None)
 
 
 def load_partly(
