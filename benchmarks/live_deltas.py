@@ -25,10 +25,13 @@ import torch.distributed as dist
 import zstandard
 from live_job import RUNTIME, Job
 
+import ckpt
 from ckpt.live.store import LiveStore
+from ckpt.stores.local_store import LocalStore
 
 PARTS = (0.001, 0.01, 0.03, 0.1, 1.0)
 WHOLE, DELTA, RIVAL = "ckpt.load, unchanged=“read”", "ckpt.load", "gather, XOR, zstd, broadcast"
+STORED_WHOLE, STORED = "from a folder, unchanged=“read”", "from a folder"
 TRAINERS, READERS = 2, 3
 
 
@@ -73,10 +76,10 @@ class ChangingJob(Job):
             self.came += sum(map(len, views))
             fetch(store, lease, file, offset, views)
 
-        def differed(store: LiveStore, file: str, areas: list[object]) -> bytes | None:
-            data = delta(store, file, areas)
-            self.came += len(data or b"")
-            return data
+        def differed(store: LiveStore, file: str, areas: Any) -> Any:
+            found = delta(store, file, areas)
+            self.came += 0 if found is None else found.nbytes
+            return found
 
         with patch.object(LiveStore, "_fetch", fetched), patch.object(LiveStore, "delta", differed):
             self.load_over_tcp(**options)
@@ -114,10 +117,74 @@ class ChangingJob(Job):
                 one.to_local().view(torch.int16).copy_(torch.from_numpy(mine))
 
 
+class StoredJob(ChangingJob):
+    """One rank, of a state that goes through a folder; readers follow it."""
+
+    def open(self) -> None:
+        """Publishes the state through a folder of its own."""
+        folder = [tempfile.mkdtemp(prefix="ckpt-bench-chain-")]
+        dist.broadcast_object_list(folder, src=0)
+        self.url = folder[0]
+        if self.is_trainer:
+            group = self.group
+            self.live = ckpt.publish(self.state, "stored", group=group, through=self.url)
+        dist.barrier()
+        self.versions = ckpt.follow(self.url, group=self.group, look_seconds=0)
+        self.load_stored(unchanged="auto")
+
+    def before(self) -> None:
+        """Publishes a version with changes; the readers have the one before."""
+        if self.is_trainer:
+            for local in self.locals:
+                flat = local.view(torch.int16).reshape(-1)
+                flat[torch.randint(len(flat), (int(len(flat) * self.part),))] += 1
+            self.live.update().wait()
+        dist.barrier()
+
+    def load_stored(self, unchanged: str) -> None:
+        """Loads the newest version, and counts the bytes that come."""
+        dist.barrier()
+        if not self.is_trainer:
+            read, fill = LocalStore.read, LocalStore.read_into
+
+            def given(store: LocalStore, name: str, offset: int, length: int) -> bytes:
+                self.came += length
+                return read(store, name, offset, length)
+
+            def filled(store: LocalStore, name: str, offset: int, *views: memoryview) -> None:
+                self.came += sum(view.nbytes for view in views)
+                fill(store, name, offset, *views)
+
+            version = next(self.versions)
+            with (
+                patch.object(LocalStore, "read", given),
+                patch.object(LocalStore, "read_into", filled),
+            ):
+                ckpt.load(version.url, self.state, group=self.group, unchanged=unchanged)
+        dist.barrier()
+
+
 def planes(array: np.ndarray[Any, Any]) -> bytes:
     """The first bytes of all elements, then the second ones."""
     found: bytes = array.reshape(-1).view("u1").reshape(-1, array.itemsize).T.tobytes()
     return found
+
+
+def through_a_folder(
+    nbytes: int, part: float, rounds: int
+) -> tuple[measure.Samples, dict[str, Any]]:
+    """As `hand_over`, of a folder."""
+    job = StoredJob(nbytes, part)
+    job.open()
+    more: dict[str, Any] = {}
+    samples: measure.Samples = {}
+    for name, unchanged in ((STORED_WHOLE, "read"), (STORED, "auto")):
+        job.came = 0
+        way = measure.Contestant(lambda word=unchanged: job.load_stored(word), job.before)
+        samples |= measure.interleaved({name: way}, rounds)
+        more[name] = job.came / rounds, 0.0
+    job.close()
+    return samples, more
 
 
 def hand_over(nbytes: int, part: float, rounds: int) -> tuple[measure.Samples, dict[str, Any]]:
@@ -150,6 +217,11 @@ def main() -> None:
     rows, nbytes = [], given.size_mb * 10**6
     for part in PARTS:
         found = measure.on_ranks(TRAINERS + READERS, hand_over, nbytes, part, given.rounds)
+        if part < 1:
+            stored = measure.on_ranks(
+                TRAINERS + READERS, through_a_folder, nbytes, part, given.rounds
+            )
+            found = [(a | c, b | d) for (a, b), (c, d) in zip(found, stored, strict=True)]
         samples = measure.joined([one for one, _ in found])
         for name, some in samples.items():
             came, server = (sum(more[name][at] for _, more in found) for at in (0, 1))

@@ -42,6 +42,7 @@ from ckpt.saving.save import check_free
 from ckpt.saving.staging import COPIED
 from ckpt.saving.writers import ArenaWriter, Fill, new_arena
 from ckpt.stores.addresses import MOST_VERSION, NAME
+from ckpt.stores.store import Options
 from ckpt.transfer.write_job import Ring
 from formats.native.manifest import MANIFEST, dump
 from formats.native.shard import ShardSummary
@@ -51,9 +52,12 @@ from sharding.agreement.ranks import Ranks, result_or_error
 from sharding.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
+    from ckpt.live.chain import Chain
     from sharding.agreement.ranks import Group
 
 __all__ = ["LiveState", "publish"]
+
+FULL_EVERY = 16
 
 
 def publish(
@@ -64,6 +68,9 @@ def publish(
     address: str | None = None,
     lease_seconds: float = LEASE_SECONDS,
     dtype: StoredDtypes = None,
+    through: str | os.PathLike[str] | None = None,
+    full_every: int = FULL_EVERY,
+    storage_options: Options = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> LiveState:
     """Returns, on every rank, once the first version of `state` can be read at the result's `url`.
@@ -81,6 +88,10 @@ def publish(
             for readers at most so long.
         dtype: as for `ckpt.save`: the dtype of the versions, best that of the readers, which then
             get the differences between versions. The casts take memory during the copy.
+        through: a folder or bucket to which each version goes too, for jobs that cannot reach this
+            one: they give `ckpt.follow` this URL. An update ends once its version is there.
+        full_every: each of so many versions is whole there, and the others are deltas.
+        storage_options: those of `through`, as for `ckpt.save`.
         timeout: the most seconds that a rank waits for another.
 
     Raises:
@@ -112,11 +123,21 @@ def publish(
             raise ArgumentError(
                 f"lease_seconds is {lease_seconds!r}; it can be 0.1 to {MOST_LEASE_SECONDS}"
             )
+        if type(full_every) is not int or full_every < 1:
+            raise ArgumentError(f"full_every is {full_every!r}; give a whole number from 1 on")
 
+    chain = None
+    if through is not None:
+        from ckpt.live.chain import Chain  # zstandard is for those who need it
+
+        chain = Chain(os.fspath(through), full_every, storage_options)
     with ranks.call("ckpt.publish"):
         ranks.run_on_all("checking arguments", check)
+        looks = chain is not None and ranks.rank == 0
+        before = ranks.run_on_all("looking for versions", chain.newest if looks and chain else int)
         hosts = serve(ranks, Listening(name, address, lease_seconds))
     live = LiveState(hosts, state, group, lease_seconds, timeout, dtype)
+    live.chain, live._tried = chain, before
     try:
         live.update().wait()
     except BaseException:
@@ -154,6 +175,8 @@ class LiveState(Uncopied):
         self.hosts = hosts
         self.version = 0
         """The newest version that this rank has seen complete; 0 before the first."""
+        self.chain: Chain | None = None
+        """The versions in a folder or bucket."""
         self.replicas: int | None = None
         """The hosts beside its own that keep each file; with None only the home commits."""
         self._state, self._group, self._dtype = state, group, dtype
@@ -410,6 +433,11 @@ class _Version:
             )
         ranks.run_on_all("committing", lambda: self._commit(made) if commits else None)
         self.live.version = self.number
+        if self.live.chain is not None:
+            part = None if written is None else (self.attempt.file_name, written)
+            version = self.number, str(hosts.url.at(self.number)), made.manifest
+            writer = self.live._arena_writer
+            self.live.chain.append(ranks, version, part, self.attempt.plan, writer)
 
     def _sizes(self, records: list[bytes]) -> dict[str, tuple[int, int]]:
         """Returns each file's size and the number of its host."""

@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from errno import ENOENT
 from time import monotonic
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.errors import (
     NotACheckpointError,
@@ -48,10 +48,13 @@ from ckpt.stores.http_client import (
     path_of,
 )
 from ckpt.stores.served_store import ReadOnlyStore
-from formats.errors import CorruptError, FormatError, GoneError, SizeError, TooLargeError
+from formats.errors import CorruptError, FormatError, GoneError
 from formats.limits import decode_object
 from formats.storage import BESIDE, LOCAL_READ_BYTES, REMOTE_READ_BYTES
 from sharding.errors import CkptError
+
+if TYPE_CHECKING:
+    from ckpt.transfer.live_deltas import Area, Delta
 
 RENEWALS = 3
 """A lease is renewed once this part of it is over."""
@@ -168,26 +171,6 @@ class LiveStore(ReadOnlyStore):
         self._file_at(name)
         return 0.0
 
-    def read_whole(self, name: str, limit: int) -> bytes:
-        """Reads all bytes of a file."""
-        size = self.size(name)
-        if size > limit:
-            raise TooLargeError(f"{self.url}/{name}", size, limit)
-        return self.read(name, 0, size)
-
-    def read_end(self, name: str, size: int, length: int) -> bytes:
-        """Reads the last bytes of a file. Raises SizeError unless it has `size` bytes."""
-        found = self.size(name)
-        if found != size:
-            raise SizeError(f"{self.url}/{name}", found, size)
-        return self.read(name, size - length, length)
-
-    def read(self, name: str, offset: int, length: int) -> bytes:
-        """Reads exactly these bytes of a file."""
-        target = bytearray(length)
-        self.read_into(name, offset, memoryview(target))
-        return bytes(target)
-
     def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
         """Fills the buffers end to end with the bytes from `offset` on.
 
@@ -210,22 +193,30 @@ class LiveStore(ReadOnlyStore):
             self._renew(lease)  # raises if the memory was taken away
             raise self._truncation_error(name, offset, views, shared.size)
 
-    def delta(self, name: str, areas: list[object]) -> bytes | None:
+    def delta(self, name: str, areas: Sequence[Area]) -> Delta | None:
         """Returns the delta of areas of a file of another host since the version before it.
 
-        None if no server has both versions. `ckpt.transfer.live_deltas` has areas and deltas.
+        None if no server has both versions. Raises FormatError for an answer that is no delta.
         """
+        from ckpt.transfer.live_deltas import Delta  # numpy is for those who need it
+
+        body = {"delta": [area.as_json() for area in areas]}
         lease = self._renew_if_due()
         if name not in lease.files or self._shared_file(lease, name) is not None:
             return None
         path = path_of(self._live.name, str(lease.version), name)
         for address in lease.files[name].at:
             with suppress(UnreachableError):
-                answer = self._client(address).ask("POST", path, {"delta": areas})
+                answer = self._client(address).ask("POST", path, body)
                 if answer.status == http.client.GONE:
                     raise refusal_error(answer, self.url, lease.version)
-                return answer.body if answer.status == http.client.OK else None
+                is_given = answer.status == http.client.OK
+                return Delta(answer.body, areas) if is_given else None
         return None
+
+    def has_delta(self, area: Area) -> bool:
+        """Whether there are deltas of such areas: the servers compare all."""
+        return True
 
     def in_place(
         self, name: str, offset: int, length: int

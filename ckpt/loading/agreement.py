@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from warnings import warn
 from weakref import WeakValueDictionary, ref
 
@@ -64,6 +64,7 @@ from sharding.errors import without_secrets
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from ckpt.transfer.live_deltas import KeepingReader
     from sharding.agreement.ranks import Agreement
 
 _log = logging.getLogger("ckpt.load")
@@ -412,19 +413,24 @@ def _module_key(module: nn.Module, key: list[object]) -> bool:
 PROBE_BYTES = 64 << 10
 PAYS = 0.5
 """The part of the bytes up to which a delta of the probe tells that deltas pay."""
+PROBES = 8
+"""The most tensors that are tried."""
 PROBE_ELEMENTS = 4096
 """The elements of a tensor that is likely to differ in models that differ."""
 
 
 def _has_base(source: Source, found: Match, rank: int, options: LoadOptions) -> bool:
-    """Whether this rank's target has the version before of a live state elsewhere, and deltas pay.
+    """Whether this rank's target has an earlier version of a live state, and deltas pay.
 
     A copy of one small tensor of the target tells, a matrix if there is one: the delta makes it
-    that of the version.
+    that of the version. Versions on this host need no deltas.
     """
     store = source.store
-    if options.unchanged == "read" or not is_far_live(store):
+    is_stored = hasattr(store, "keeps")
+    if options.unchanged == "read" or not (is_stored or is_far_live(store)):
         return False
+    if is_stored and cast("KeepingReader", store).is_next:
+        return True
     records = source.catalog.tensors
     pairs = [(item, found.targets[item.target].local) for item in found.items]
     likely = [
@@ -435,15 +441,19 @@ def _has_base(source: Source, found: Match, rank: int, options: LoadOptions) -> 
     ]
     if not likely:
         return False
-    item, local = min(likely, key=lambda one: (one[1].ndim < 2, one[1].numel()))
-    requests = requests_for(records[item.source], item.layout.pieces(rank))
+    likely.sort(key=lambda one: (one[1].ndim < 2, one[1].numel()))
     from ckpt.transfer.live_deltas import apply_delta  # zstandard is for those who need it
 
     limits = Limits(PROBE_BYTES, PROBE_BYTES, PROBE_BYTES)
-    ranges = byte_ranges_of(requests, verify=True, limits=limits)
-    largest = [max(ranges, key=lambda one: one.wanted_bytes)]
-    copy = torch.empty(local.shape, dtype=local.dtype).copy_(local)
-    return apply_delta(store, largest, [memory_of(copy)], PAYS) == []
+    for item, local in likely[:PROBES]:
+        requests = requests_for(records[item.source], item.layout.pieces(rank))
+        ranges = byte_ranges_of(requests, verify=True, limits=limits)
+        largest = [max(ranges, key=lambda one: one.wanted_bytes)]
+        copy = torch.empty(local.shape, dtype=local.dtype).copy_(local)
+        applied = apply_delta(store, largest, [memory_of(copy)], PAYS)
+        if applied is None or not (applied.is_base and applied.left):
+            return applied is not None and not applied.left
+    return False  # there are no deltas of such parts
 
 
 def is_far_live(store: Store) -> bool:

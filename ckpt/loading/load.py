@@ -334,8 +334,8 @@ class _Run:
         store = matched.source.store
         policy = ReadPolicy.within(self._stage_bytes, store, ranks.world_size)
         unchanged = Unchanged.of(options.unchanged, is_far_live(store))
-        if matched.has_base:
-            unchanged = Unchanged.DELTA
+        if matched.has_base or getattr(store, "keeps", False):  # equal parts in each load
+            unchanged = Unchanged.DELTA if matched.has_base else unchanged
             scratch = min(policy.limits.scratch_bytes, REMOTE_READ_BYTES)
             policy = replace(policy, limits=replace(policy.limits, scratch_bytes=scratch))
         policy = replace(policy, unchanged=unchanged, share=share)

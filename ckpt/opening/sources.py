@@ -29,6 +29,7 @@ from typing import TypeVar, cast
 from ckpt.errors import NotACheckpointError, ReplacedError
 from ckpt.opening import in_flight
 from ckpt.stores.store import (
+    LIVE_VERSION,
     Options,
     Store,
     absolute,
@@ -38,6 +39,7 @@ from ckpt.stores.store import (
     natural,
     open_store,
     split_url,
+    stored_version,
 )
 from formats.catalog import Catalog
 from formats.detect import (
@@ -111,6 +113,12 @@ def open_source(
             try:
                 with name_folder(store.url):
                     described = _read_folder(store, with_advice) if catalog is None else catalog
+            except _LiveVersionError:
+                with stored_version(opened) as version:
+                    guarded = guard(version)
+                    described = _credible(text, _read_manifest(guarded))
+                    yield Source(text, guarded, described)
+                return
             except _SnapshotError as inner:
                 with open_source(join_url(text, str(inner)), options) as source:
                     yield source
@@ -144,12 +152,16 @@ def name_folder(folder: str, file: str | None = None) -> Iterator[None]:
 
 
 def _read_native(store: Store) -> Catalog | None:
-    from formats.native import reader
-
     try:
-        return reader.read(store)
+        return _read_manifest(store)
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def _read_manifest(store: Store) -> Catalog:
+    from formats.native import reader
+
+    return reader.read(store)
 
 
 def _credible(url: str, catalog: Catalog) -> Catalog:
@@ -165,9 +177,7 @@ def _credible(url: str, catalog: Catalog) -> Catalog:
 
 def _read_file(store: Store, name: str) -> Catalog:
     if name == MANIFEST:
-        from formats.native import reader
-
-        return reader.read(store)
+        return _read_manifest(store)
     kind = kind_of(store.read(name, 0, min(HEAD_BYTES, store.size(name))), name)
     if name.endswith(".safetensors") and kind in (None, EMPTY, JSON, TEXT):
         kind = SAFETENSORS  # its reader says what is damaged
@@ -181,6 +191,10 @@ def _read_file(store: Store, name: str) -> Catalog:
     if not kind.reader:
         raise ForeignFileError(f"{store.url}/{name}", kind.name, kind.advice)
     return kind.read(store, name)
+
+
+class _LiveVersionError(Exception):
+    """The folder is a version of a live state."""
 
 
 class _SnapshotError(Exception):
@@ -241,9 +255,9 @@ def _read_folder(store: Store, with_advice: bool = False) -> Catalog:
 def _catalog_of(store: Store, with_advice: bool) -> Catalog:
     entries = store.entries()
     if MANIFEST in entries:
-        from formats.native import reader
-
-        return reader.read(store)
+        return _read_manifest(store)
+    if LIVE_VERSION in entries:
+        raise _LiveVersionError
     kind = folder_format(entries)
     if DCP_METADATA not in entries and any(
         name.endswith(".safetensors") and is_shard(name) for name in entries
@@ -389,8 +403,11 @@ def head_now(url: str, store: Store) -> bytes:
     `url` is absolute. The store itself may still have the old manifest open.
     """
     with open_store(url, store.options) as fresh:
+        most = current().manifest_bytes
         try:
-            return fresh.read_whole(MANIFEST, current().manifest_bytes)[:MANIFEST_HEAD_BYTES]
+            if fresh.exists(LIVE_VERSION):
+                return stored_version(fresh).read_whole(MANIFEST, most)[:MANIFEST_HEAD_BYTES]
+            return fresh.read_whole(MANIFEST, most)[:MANIFEST_HEAD_BYTES]
         except (FileNotFoundError, NotADirectoryError):
             return b""
         except TooLargeError as error:
@@ -446,7 +463,7 @@ class _ReplacementGuard:
         """Reads the last bytes of a file. Raises SizeError unless it has `size` bytes."""
         try:
             return self._store.read_end(name, size, length)
-        except FileNotFoundError as error:
+        except (GoneError, FileNotFoundError) as error:
             self._look(name, error)
             raise
 

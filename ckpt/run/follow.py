@@ -8,19 +8,21 @@ noticed while nothing is published.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.errors import WaitTimeoutError
+from ckpt.live.chain import newest_version, version_numbers
 from ckpt.live.store import LiveStore
+from ckpt.live.stored_version import keep_sums
 from ckpt.loading.agreement import keep_match
 from ckpt.run.policy import RunStep
 from ckpt.run.steps import list_steps
 from ckpt.stores.addresses import LiveUrl, parse
-from ckpt.stores.store import Options, is_live, join_url, open_store
+from ckpt.stores.store import Options, Store, is_live, join_url, open_store
 from formats.native.manifest import MANIFEST
 from sharding.agreement.ranks import Ranks, result_or_error
 from sharding.errors import ArgumentError
@@ -59,7 +61,8 @@ def follow(
     """Yields the newest version of a live state, then, each time, whichever is newest.
 
     Of a run (the folder of a `Checkpointer`) these are the checkpoints, in the order in which they
-    were committed; the folder may come later. All ranks of `group` call this and iterate alike (one
+    were committed; of a folder that `ckpt.publish(through=)` writes, the versions. The folder may
+    come later. All ranks of `group` call this and iterate alike (one
     process needs no group); all get the same versions. Those of a live state rise. Versions that
     were replaced between two steps of the loop are left out. Communicates.
 
@@ -67,7 +70,8 @@ def follow(
             ckpt.load(version.url, model)
 
     Args:
-        url: `live://host:port/name?token=...`, without a version; or the folder of a run.
+        url: `live://host:port/name?token=...`, without a version; or the folder of a run, or of
+            `ckpt.publish(through=)`.
         after: yields only versions above this number; of a run, only checkpoints that are newer
             than that of this step, or all if it has none. None takes any.
         timeout: the longest wait for a newer version, in seconds; None waits without an end. A
@@ -138,9 +142,9 @@ def _versions(
 ) -> Iterator[LiveVersion]:
     ranks = Ranks(group)
     with LiveStore(url, options or {}) if is_live(url) else nullcontext() as store:
-        kept = None if store is None else keep_match(url)  # noqa: F841 - as long as this runs
+        kept = keep_sums(url) if store is None else keep_match(url)  # noqa: F841 - while this runs
         if store is None:
-            look = _looks_at_run(url, look_seconds, options)
+            look = _looks_at_folder(url, look_seconds, options)
         else:
             look = _looks_at(store, parse(url))
         seen = None if after is None else _Seen(after, "")
@@ -186,12 +190,12 @@ def _looks_at(store: LiveStore, address: LiveUrl) -> _Look:
     return look
 
 
-def _looks_at_run(url: str, pause: float, options: Options) -> _Look:
-    """The looks at the folder of a run, with a pause before each but the first."""
-    due, is_first = monotonic(), True
+def _looks_at_folder(url: str, pause: float, options: Options) -> _Look:
+    """The looks at a folder of versions or of a run, with a pause before each but the first."""
+    due, is_first, is_run = monotonic(), True, False
 
     def look(seen: _Seen | None, seconds: float) -> _Seen | None:
-        nonlocal due, is_first
+        nonlocal due, is_first, is_run
         if is_first:
             is_first = False
             with open_store(url, options) as store:
@@ -204,11 +208,26 @@ def _looks_at_run(url: str, pause: float, options: Options) -> _Look:
             return None
         sleep(max(0.0, due - monotonic()))
         due = monotonic() + pause
+        if not is_run:
+            with open_store(url, options) as store:
+                folders = store.folders()
+                if version_numbers(folders):
+                    return _newest_stored(url, store, folders, seen)
         for step in list_steps(url, options).steps:
             if seen is not None and not seen.is_before(step):
                 return None
+            is_run = True
             if step.is_sound:
                 return _Seen(step.step, join_url(url, step.name), step.order)
         return None
 
     return look
+
+
+def _newest_stored(
+    url: str, store: Store, folders: Sequence[str], seen: _Seen | None
+) -> _Seen | None:
+    """Returns the newest version of a live state in a folder, if it is newer than `seen`."""
+    found = newest_version(url, store, folders)
+    is_old = found is None or (seen is not None and found[0] <= seen.number)
+    return None if found is None or is_old else _Seen(*found)

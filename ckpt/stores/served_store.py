@@ -49,7 +49,7 @@ class ReadOnlyStore(OverNetwork):
     options: Mapping[str, Any]
     refusal: str
     size: Callable[[str], int]
-    read: Callable[[str, int, int], bytes]
+    read_into: Callable[..., None]
     capabilities = StoreCapabilities(
         put_if_absent=False, atomic_replace=True, hides_unfinished=True, durable=False
     )
@@ -67,6 +67,26 @@ class ReadOnlyStore(OverNetwork):
     def tag(self, name: str) -> str:
         """Returns "": the server tells no tags."""
         return ""
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """Reads exactly these bytes of a file."""
+        target = bytearray(length)
+        self.read_into(name, offset, memoryview(target))
+        return bytes(target)
+
+    def read_whole(self, name: str, limit: int) -> bytes:
+        """Reads all bytes of a file."""
+        size = self.size(name)
+        if size > limit:
+            raise TooLargeError(f"{self.url}/{name}", size, limit)
+        return self.read(name, 0, size)
+
+    def read_end(self, name: str, size: int, length: int) -> bytes:
+        """Reads the last bytes of a file. Raises SizeError unless it has `size` bytes."""
+        found = self.size(name)
+        if found != size:
+            raise SizeError(f"{self.url}/{name}", found, size)
+        return self.read(name, size - length, length)
 
     def read_start(self, name: str, length: int) -> Start:
         """Reads the first bytes of a file; fewer if it is shorter."""
@@ -196,12 +216,6 @@ class ServedStore(ReadOnlyStore):
         found = self._range(name, size - length, memoryview(target))
         if found != size:
             raise SizeError(f"{self.url}/{name}", found, size)
-        return bytes(target)
-
-    def read(self, name: str, offset: int, length: int) -> bytes:
-        """Reads exactly these bytes of a file."""
-        target = bytearray(length)
-        self.read_into(name, offset, memoryview(target))
         return bytes(target)
 
     def read_into(self, name: str, offset: int, *targets: memoryview) -> None:

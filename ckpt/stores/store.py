@@ -39,6 +39,10 @@ Options = Mapping[str, Any] | None
 WEB = ("http://", "https://")
 LIVE_STORE = "ckpt.live.store:LiveStore"
 """The store of `live://` URLs: servers lie above the stores, so only their name is here."""
+LIVE_VERSION = "live-version.json"
+"""The file of a folder that is one version of a live state, most of it as a delta."""
+STORED_VERSION = "ckpt.live.stored_version:StoredVersion"
+"""The store of such a folder."""
 ROOTED = ("http", "https", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 """The protocols of URLs that begin with a host or a bucket, which is never a file."""
 _LOST_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
@@ -203,6 +207,13 @@ def open_store(url: str | os.PathLike[str], options: Options = None) -> Store:
             f"{url}: cannot be opened: {type(error).__name__}: {error}; check the URL, and "
             "storage_options= or the driver's environment variables"
         ) from cause_without_secrets(error)
+
+
+def stored_version(store: Store) -> Store:
+    """Returns the version of a live state in a folder with a `LIVE_VERSION`, as a checkpoint."""
+    module, name = STORED_VERSION.split(":")
+    found: Store = getattr(import_module(module), name)(store)
+    return found
 
 
 def local_path(url: str | os.PathLike[str]) -> str | None:

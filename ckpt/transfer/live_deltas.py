@@ -22,9 +22,9 @@ Rules:
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import inf, prod
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 import xxhash
@@ -176,6 +176,7 @@ class Delta:
 
     def __init__(self, data: bytes, areas: Sequence[Area]) -> None:
         """Raises FormatError for bytes that are no delta of these areas."""
+        self.nbytes = len(data)
         try:
             packed, plain, checks = _SIZES.unpack_from(data)
         except struct.error:
@@ -250,35 +251,97 @@ class _Taken:
         return found
 
 
+class AnyDelta(Protocol):
+    """A delta of areas, wherever it lies."""
+
+    nbytes: int
+    """Bytes of it that were read."""
+
+    def apply(self, area: Area, target: Array) -> bool:
+        """As `Delta.apply`."""
+        ...
+
+
+class DeltaReader(Reader, Protocol):
+    """A reader that may have deltas since a version that a target has."""
+
+    def delta(self, name: str, areas: Sequence[Area]) -> AnyDelta | None:
+        """Returns the delta of areas of a file. None if there is none; raises FormatError."""
+        ...
+
+    def has_delta(self, area: Area) -> bool:
+        """Whether there are deltas of such areas at all."""
+        ...
+
+
+class KeepingReader(DeltaReader, Protocol):
+    """A reader that knows the bytes of a target by what the load before has left there."""
+
+    keeps: bool
+    """Whether it wants to know."""
+    is_next: bool
+    """Whether there was a load before."""
+
+    def keep(self, name: str, areas: Sequence[tuple[Area, Array]]) -> None:
+        """Is told of areas of a file, with their elements, that have this version now.
+
+        These are no whole chunks: no checksum of the version tells about them.
+        """
+        ...
+
+
+class Applied(NamedTuple):
+    """The outcome of a delta."""
+
+    left: list[ByteRange]
+    """The ranges that are to be read."""
+    is_base: bool
+    """Whether all bytes for which there was a delta are right."""
+
+
 def apply_delta(
     reader: Reader,
     ranges: Sequence[ByteRange],
     targets: Sequence[memoryview],
     most_part: float = inf,
-) -> list[ByteRange] | None:
-    """Brings ranges of one file from the version before to this one, in their targets.
+) -> Applied | None:
+    """Brings ranges of one file from an earlier version to this one, in their targets.
 
-    Returns the ranges that are to be read: those without deltas, and those whose bytes are not
-    right afterwards, all after an answer that is no delta. None if the reader gives no delta, or
-    one of more than `most_part` of the bytes; nothing has changed then.
+    Left are ranges without deltas, and those whose bytes are not right afterwards: all of them
+    after an answer that is no delta. None if the reader gives no delta, or one of more than
+    `most_part` of the bytes; nothing has changed then.
     """
+    if not hasattr(reader, "delta"):
+        return None
+    asked = cast("DeltaReader", reader)
     found = [(one, _area_of(one)) for one in ranges]
-    areas = [area for _, area in found if area is not None]
-    asks: Callable[[str, list[object]], bytes | None] | None = getattr(reader, "delta", None)
-    if asks is None or not areas:
-        return None
-    data = asks(ranges[0].file, [area.as_json() for area in areas])
-    if data is None or len(data) > most_part * sum(area.nbytes for area in areas):
-        return None
+    some = [(one, area) for one, area in found if area is not None and asked.has_delta(area)]
+    if not some:
+        return Applied([*ranges], True)
+    areas, right = [area for _, area in some], set[int]()
     try:
-        delta = Delta(data, areas)
-        return [
-            one
+        delta = asked.delta(ranges[0].file, areas)
+        if delta is None or delta.nbytes > most_part * sum(area.nbytes for area in areas):
+            return None
+        for one, area in some:
+            if _is_brought(one, area, delta, targets[one.request.target]):
+                right.add(id(one))
+    except FormatError:  # it was damaged
+        right.clear()
+    return Applied([one for one in ranges if id(one) not in right], len(right) == len(some))
+
+
+def keep_areas(reader: Reader, ranges: Sequence[ByteRange], targets: Sequence[memoryview]) -> None:
+    """Tells a reader of deltas of the ranges of one file that are in their targets."""
+    found = [(one, _area_of(one)) for one in ranges]
+    cast("KeepingReader", reader).keep(
+        ranges[0].file,
+        [
+            (area, _own(one, area, targets[one.request.target]))
             for one, area in found
-            if area is None or not _is_brought(one, area, delta, targets[one.request.target])
-        ]
-    except FormatError:  # it was damaged on its way
-        return [*ranges]
+            if area is not None and area.has_sums
+        ],
+    )
 
 
 def _area_of(one: ByteRange) -> Area | None:
@@ -295,15 +358,19 @@ def _area_of(one: ByteRange) -> Area | None:
     return area if area.nbytes <= MOST_BYTES else None
 
 
-def _is_brought(one: ByteRange, area: Area, delta: Delta, memory: memoryview) -> bool:
+def _is_brought(one: ByteRange, area: Area, delta: AnyDelta, memory: memoryview) -> bool:
     """Applies a delta to a range of a target; returns whether its bytes are right (rule 2)."""
-    copy, chunks = one.box_copy, one.request.extent.chunks
+    chunks = one.request.extent.chunks
+    is_right = delta.apply(area, _own(one, area, memory))
+    if area.has_sums or chunks is None or not is_right:
+        return is_right
+    return chunks.wrong(one.chunk, memory[one.at : one.at + one.hi - one.lo]) is None
+
+
+def _own(one: ByteRange, area: Area, memory: memoryview) -> Array:
+    """Returns the elements of a range in its target."""
+    copy = one.box_copy
     if copy is None:
-        own = memory[one.at : one.at + one.hi - one.lo]
-        is_right = delta.apply(area, area.of(own))
-        if area.has_sums or chunks is None:
-            return is_right
-        return chunks.wrong(one.chunk, own) is None
+        return area.of(memory[one.at : one.at + one.hi - one.lo])
     steps = tuple(stride * area.width for stride in copy.target.strides)
-    at = copy.target.at * area.width
-    return delta.apply(area, _array(area, memory, at, steps))
+    return _array(area, memory, copy.target.at * area.width, steps)

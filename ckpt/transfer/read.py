@@ -213,6 +213,7 @@ class RangeReader:
         self._policy = policy
         self._workers, self._limits = policy.workers, policy.limits
         self._unchanged, self._share = policy.unchanged, policy.share
+        self._keeps = getattr(reader, "keeps", False)
         self._misses = 0
         """The groups of ranges whose target did not have the version before."""
         self._scratch = threading.local()
@@ -253,6 +254,10 @@ class RangeReader:
             left = self._without_delta(group, call) if self._unchanged is Unchanged.DELTA else group
             if left:
                 self._do(left, call)
+            if self._keeps:
+                from ckpt.transfer.live_deltas import keep_areas  # as below
+
+                keep_areas(self.reader, group, call.targets)
             if progress is not None:
                 progress(sum(byte_range.wanted_bytes for byte_range in group))
 
@@ -315,9 +320,9 @@ class RangeReader:
 
         if self._misses >= MISSES:
             return group
-        left = apply_delta(self.reader, group, call.targets)
-        self._misses += MISSES if left is None else bool(left)
-        return group if left is None else left
+        applied = apply_delta(self.reader, group, call.targets)
+        self._misses += MISSES if applied is None else not applied.is_base
+        return group if applied is None else applied.left
 
     def _do(self, group: list[ByteRange], call: _Call) -> None:
         """Reads, verifies and places one group."""

@@ -537,3 +537,22 @@ def test_a_run_goes_on_when_its_keys_are_replaced(
     finally:
         arena_writer().close()
         admin("rm", names[2])
+
+
+@pytest.mark.thorough
+def test_a_live_state_goes_through_a_bucket_as_deltas(place: Place) -> None:
+    published = state()
+    key = next(name for name, value in published.items() if isinstance(value, torch.Tensor))
+    options = {"storage_options": place.options}
+    target = {name: torch.zeros_like(value) for name, value in published.items() if name == key}
+    with ckpt.publish({key: published[key]}, "bucket", through=place.url, **options) as live:
+        versions = ckpt.follow(place.url, timeout=60, look_seconds=0, **options)
+        for number in (1, 2, 3):
+            version = next(versions)
+            assert version.number == number
+            ckpt.load(version.url, target, **options)
+            assert torch.equal(target[key], published[key])
+            published[key].reshape(-1)[:3] += 1
+            if number < 3:
+                live.update().wait(60)
+        versions.close()

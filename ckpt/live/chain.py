@@ -1,0 +1,416 @@
+"""A chain: the versions of a live state in a folder or bucket, most of them as deltas.
+
+    full-00000100/       a checkpoint: a whole version
+    version-00000100/    live-version.json; the delta of each shard file since version 99
+    version-00000101/    live-version.json; the deltas since version 100
+
+Rules (docs/format.md is normative):
+
+1. A version is there once its `live-version.json` is. This names the whole version below, the
+   version before and, for each shard file, the file of its delta.
+2. A delta file has the header and the chunk table of the shard file in its version, then the
+   frames, then their index. A frame is the delta of `FRAME_BYTES` of the data, as
+   `ckpt.transfer.live_deltas` makes it; it is empty if nothing has changed there.
+3. Versions with one whole version below have the same tensors, in the same places of files of
+   equal sizes.
+4. The newest `KEPT` whole versions stay, with all that is above them. Older versions go, and first
+   their `live-version.json`.
+
+`ckpt.live.stored_version` reads a version.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from struct import Struct
+from typing import Any
+
+import xxhash
+
+from ckpt.errors import ExistsError, StoreError
+from ckpt.plan.save_plan import SavePlan
+from ckpt.saving.agreement import pack_summary, unpack_summary
+from ckpt.saving.writers import ArenaWriter
+from ckpt.stores.store import (
+    LIVE_VERSION,
+    Options,
+    Store,
+    check_writable,
+    join_url,
+    open_store,
+    place_elsewhere,
+)
+from ckpt.transfer.live_deltas import WIDTHS, Area, make_delta
+from ckpt.transfer.write_job import STEP_BYTES, call_message
+from formats.errors import CorruptError, FormatError
+from formats.limits import decode_object
+from formats.native.manifest import MANIFEST, Manifest, load
+from formats.native.shard import ShardSummary
+from formats.storage import in_place
+from sharding.agreement.ranks import Ranks, result_or_error
+
+_log = logging.getLogger("ckpt.live")
+
+FRAME_BYTES = 1 << 20
+KEPT = 2
+"""The whole versions that stay."""
+VERSION, WHOLE, DELTA = "version-", "full-", ".delta"
+FRAME = Struct("<IQ")
+"""The entry of a frame in the index: its length, and its xxh3_64."""
+FORMAT = "ckpt-live-version"
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaFile:
+    """The file with the delta of one shard file."""
+
+    name: str
+    size: int
+    width: int
+    """Bytes of an element."""
+    digest: str
+    """xxh3_128, in hex, of the index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One version of a chain, as its `live-version.json` has it."""
+
+    number: int
+    whole: int
+    """The whole version below, or this one."""
+    before: int | None
+    """The version since which the deltas are; None without deltas."""
+    manifest: str
+    deltas: Mapping[int, DeltaFile]
+    """By the rank of the shard file."""
+
+    def dump(self) -> bytes:
+        """Returns the link as bytes."""
+        rows = [[rank, d.name, d.size, d.width, d.digest] for rank, d in self.deltas.items()]
+        fields = {
+            "format": FORMAT,
+            "version": 1,
+            "number": self.number,
+            "whole": self.whole,
+            "before": self.before,
+            "deltas": rows,
+            "manifest": self.manifest,
+        }
+        return json.dumps({"digest": _digest(fields), **fields}, separators=(",", ":")).encode()
+
+    @classmethod
+    def load(cls, data: bytes, where: str) -> Link:
+        """Returns the link in bytes. Raises FormatError, or CorruptError if they have changed."""
+        found = decode_object(data, where)
+        digest = found.pop("digest", None)
+        match found:
+            case {
+                "format": "ckpt-live-version",
+                "version": 1,
+                "number": int(number),
+                "whole": int(whole),
+                "before": int() | None as before,
+                "deltas": [*rows],
+                "manifest": str(manifest),
+            } if 0 <= whole <= number and (before is None or 0 <= before < number):
+                if digest != _digest(found):
+                    raise CorruptError(
+                        f"{where}: it does not have the checksum it was written with: it was "
+                        "changed since; load another version"
+                    )
+                deltas = dict(_delta_file(row, where) for row in rows)
+                if len(deltas) == len(rows) and (before is not None or whole == number):
+                    return cls(number, whole, before, manifest, deltas)
+        raise FormatError(f"{where}: this is no version of a live state that this ckpt reads")
+
+
+def _digest(fields: Mapping[str, object]) -> str:
+    text = json.dumps(fields, separators=(",", ":"), sort_keys=True)
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _delta_file(row: object, where: str) -> tuple[int, DeltaFile]:
+    match row:
+        case [int(rank), str(name), int(size), 1 | 2 | 4 | 8 as width, str(digest)] if size >= 0:
+            if rank >= 0 and name.endswith(DELTA) and set("/\\\0").isdisjoint(name):
+                return rank, DeltaFile(name, size, width, digest)
+    raise FormatError(f"{where}: {row!r:.200} is no file with a delta")
+
+
+def version_numbers(folders: Sequence[str], kind: str = VERSION) -> list[int]:
+    """Returns the numbers of the versions with such folders, in ascending order."""
+    names = [name.removeprefix(kind).rstrip("/") for name in folders if name.startswith(kind)]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def version_url(url: str, number: int, kind: str = VERSION) -> str:
+    """Returns the URL of the folder of a version."""
+    return join_url(url, f"{kind}{number:08d}")
+
+
+def newest_version(url: str, store: Store, folders: Sequence[str]) -> tuple[int, str] | None:
+    """Returns the number and the URL of the newest version that is there."""
+    for number in reversed(version_numbers(folders)):
+        place = version_url(url, number)
+        with open_store(place, store.options) as found:
+            if found.exists(LIVE_VERSION):
+                return number, place
+    return None
+
+
+def frame_area(nbytes: int, width: int) -> Area:
+    """Returns the elements of a frame; single bytes, if its end would cut an element."""
+    width = width if nbytes % width == 0 else 1
+    return Area(0, width, (nbytes // width,), (width,), False)
+
+
+@dataclass(slots=True)
+class _Last:
+    """The version that a rank wrote last."""
+
+    number: int
+    whole: int
+    live: str
+    """Its URL in memory."""
+    shard: str
+    """The rank's file; empty without one."""
+    manifest: Manifest | None
+    """On rank 0."""
+
+
+class Chain:
+    """The chain that a publisher writes; all ranks have one."""
+
+    def __init__(self, url: str, full_every: int, options: Options) -> None:
+        self.url, self._every, self._options = url, full_every, dict(options or {})
+        self._last: _Last | None = None
+
+    def newest(self) -> int:
+        """Returns the largest number in the folder, also of an unfinished version; or 0."""
+        with open_store(self.url, self._options) as store:
+            check_writable(store)
+            folders = store.folders()
+        return max([0, *version_numbers(folders), *version_numbers(folders, WHOLE)])
+
+    def append(
+        self,
+        ranks: Ranks,
+        version: tuple[int, str, str],
+        part: tuple[str, ShardSummary] | None,
+        plan: SavePlan,
+        writer: ArenaWriter,
+    ) -> None:
+        """Writes a version, which readers of the live state have already. All ranks call this.
+
+        `version` is its number, its URL in memory and, on rank 0, its manifest; `part` the name and
+        the facts of this rank's shard file, if it has one. Communicates. Raises on all ranks if a
+        rank fails; the next version is whole then.
+        """
+        (number, live, manifest), (last, self._last) = version, (self._last, None)
+        found = load(manifest.encode(), live) if manifest else None
+        follows = last is not None and _is_alike(last.manifest, found)
+        is_whole = not follows or (last is not None and number - last.whole >= self._every)
+        told = ranks.broadcast(json.dumps([follows, is_whole]).encode())
+        follows, is_whole = json.loads(told)
+        before = last if follows else None
+        written, error, shard = None, None, ""
+        if part is not None:
+            shard, facts = part
+            elsewhere = place_elsewhere(self.url, self._options)
+            url, options = elsewhere or (self.url, self._options)
+            job = PartJob(
+                url=url,
+                number=number,
+                live=live,
+                shard=shard,
+                header_bytes=facts.header_bytes,
+                table_bytes=facts.table_bytes,
+                is_whole=is_whole,
+                before="" if before is None else before.live,
+                shard_before="" if before is None else before.shard,
+                width=_width(plan),
+                options=options,
+            )
+            write = partial(_write, job, writer if elsewhere is not None else None)
+            written, error = result_or_error(write)
+        records = ranks.gather("writing a version to a folder", pack_summary(written), error)
+        whole = number if is_whole or before is None else before.whole
+
+        def commit() -> None:
+            if found is not None:  # on rank 0
+                link = Link(number, whole, None, manifest, {})
+                if before is not None:
+                    link = replace(link, before=before.number, deltas=_deltas(found, records))
+                self._commit(link)
+
+        ranks.run_on_all("committing a version in a folder", commit)
+        self._last = _Last(number, whole, live, shard, found)
+
+    def _commit(self, link: Link) -> None:
+        """Makes a version visible, and removes versions that no reader needs (rule 4)."""
+        try:
+            if link.whole == link.number:
+                place = version_url(self.url, link.number, WHOLE)
+                with open_store(place, self._options) as whole:
+                    whole.commit(MANIFEST, link.manifest.encode(), replace=False)
+            with open_store(version_url(self.url, link.number), self._options) as folder:
+                folder.commit(LIVE_VERSION, link.dump(), replace=False)
+        except ExistsError as error:
+            raise ExistsError(
+                f"{error}; another job publishes through this folder: give each its own"
+            ) from error
+        try:
+            self._prune()
+        except (OSError, FormatError) as error:  # the version is there; the next one tries again
+            _log.warning("%s: old versions could not be removed: %s", self.url, error)
+
+    def _prune(self) -> None:
+        with open_store(self.url, self._options) as store:
+            folders = store.folders()
+        wholes = version_numbers(folders, WHOLE)
+        if len(wholes) <= KEPT:
+            return
+        for kind, first in ((VERSION, LIVE_VERSION), (WHOLE, MANIFEST)):
+            for number in version_numbers(folders, kind):
+                if number < wholes[-KEPT]:
+                    with open_store(version_url(self.url, number, kind), self._options) as old:
+                        old.delete(first)
+                        old.delete_all(old.names())
+                        with suppress(OSError):
+                            old.remove_if_empty()
+
+
+def _is_alike(last: Manifest | None, found: Manifest | None) -> bool:
+    """Whether two versions have the same tensors, in the same places of files (rule 3)."""
+    if last is None or found is None or last.tensors != found.tensors:
+        return False
+    mine, other = (
+        [(one.rank, one.size, one.header_bytes, one.table_bytes) for one in manifest.files]
+        for manifest in (last, found)
+    )
+    return mine == other
+
+
+def _width(plan: SavePlan) -> int:
+    """Returns the bytes of the elements to which most bytes of a file belong."""
+    sizes = Counter[int]()
+    for item in plan.items:
+        sizes[min(item.dtype.itemsize, WIDTHS[-1])] += item.nbytes
+    return max(sizes, key=sizes.__getitem__, default=1)
+
+
+def _deltas(found: Manifest, records: Sequence[bytes]) -> dict[int, DeltaFile]:
+    """Returns the delta files of a version, by the answers of the ranks that wrote them."""
+    facts = {rank: unpack_summary(record) for rank, record in enumerate(records) if record}
+    return {
+        one.rank: DeltaFile(
+            f"{one.name}{DELTA}",
+            facts[one.rank].size,
+            facts[one.rank].header_bytes,
+            facts[one.rank].digest,
+        )
+        for one in found.files
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class PartJob:
+    """A rank's files of one version of a chain, for the writer process."""
+
+    url: str
+    """The folder of the chain."""
+    number: int
+    live: str
+    """The URL of the version in memory."""
+    shard: str
+    header_bytes: int
+    table_bytes: int
+    is_whole: bool
+    before: str
+    """The URL of the version before in memory; empty without a delta."""
+    shard_before: str
+    width: int
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+def _write(job: PartJob, writer: ArenaWriter | None) -> ShardSummary:
+    """Writes a rank's files by the writer process, or here for a store that it cannot reach."""
+    if writer is None:
+        return write_part(asdict(job), memoryview(b""), -1, lambda done: None)
+    message = call_message(f"{__name__}:write_part", asdict(job))
+    return writer.writer().call(message, writer.arena, version_url(job.url, job.number))
+
+
+def write_part(
+    fields: Mapping[str, Any], data: memoryview, arena: int, advance: Callable[[int], None]
+) -> ShardSummary:
+    """Writes a rank's files of a version.
+
+    Returns the size of the delta file, 0 without one, the width of its elements in the place of the
+    header's bytes, and the digest of its index.
+    """
+    job, nbytes, digest = PartJob(**fields), 0, "-"
+    with open_store(job.live) as live:
+        if job.is_whole:
+            size = live.size(job.shard)
+            place = version_url(job.url, job.number, WHOLE)
+            with open_store(place, job.options) as whole, whole.create(job.shard) as file:
+                for at in range(0, size, STEP_BYTES):
+                    advance(at)
+                    with _lent(live, job.shard, at, min(STEP_BYTES, size - at)) as block:
+                        file.write([block])
+        if job.before:
+            place = version_url(job.url, job.number)
+            with open_store(job.before) as before, open_store(place, job.options) as folder:
+                nbytes, digest = _write_delta(job, live, before, folder, advance)
+    return ShardSummary(nbytes, job.width, 0, digest)
+
+
+def _write_delta(
+    job: PartJob, live: Store, before: Store, folder: Store, advance: Callable[[int], None]
+) -> tuple[int, str]:
+    """Writes the delta file of a shard file; returns its size, and the digest of its index."""
+    end = live.size(job.shard) - job.table_bytes
+    head = live.read(job.shard, 0, job.header_bytes)
+    if head != before.read(job.shard_before, 0, job.header_bytes):
+        raise StoreError(f"{live.url}/{job.shard}: the version before has other tensors in it")
+    table = live.read(job.shard, end, job.table_bytes)
+    entries: list[bytes] = []
+    nbytes = len(head) + len(table)
+    with folder.create(f"{job.shard}{DELTA}") as file:
+        file.write([memoryview(head), memoryview(table)])
+        for at in range(job.header_bytes, end, FRAME_BYTES):
+            advance(at)
+            count = min(FRAME_BYTES, end - at)
+            area = frame_area(count, job.width)
+            with (
+                _lent(before, job.shard_before, at, count) as old,
+                _lent(live, job.shard, at, count) as new,
+            ):
+                is_equal = old == new
+                frame = b"" if is_equal else make_delta([area], [area.of(old)], [area.of(new)])
+            entries.append(FRAME.pack(len(frame), xxhash.xxh3_64_intdigest(frame)))
+            nbytes += len(frame)
+            if frame:
+                file.write([memoryview(frame)])
+        index = b"".join(entries)
+        file.write([memoryview(index)])
+    return nbytes + len(index), xxhash.xxh3_128_hexdigest(index)
+
+
+@contextmanager
+def _lent(store: Store, name: str, at: int, nbytes: int) -> Iterator[memoryview]:
+    """Yields bytes of a file, where they lie if that is memory of this host."""
+    lent = in_place(store, name, at, nbytes)
+    if lent is None:
+        yield memoryview(store.read(name, at, nbytes))
+    else:
+        with lent as found:
+            yield found

@@ -1,0 +1,390 @@
+"""A version of a chain (`ckpt.live.chain`), read like a folder with a manifest and shard files.
+
+Rules:
+
+1. A read takes the bytes of the whole version below, and applies the deltas since.
+2. A target that has an earlier version gets the deltas since that. A chunk that it has wholly is
+   compared with the chunk table. A part of a chunk is compared before: it must have the bytes that
+   the last load of this process has left there, which `ckpt.follow` keeps checksums of. Every frame
+   of a delta is compared with its checksum.
+3. Any other part, and one that is not right, is read as by rule 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from itertools import accumulate
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+import xxhash
+
+from ckpt.live.chain import FRAME, FRAME_BYTES, WHOLE, Link, frame_area, version_url
+from ckpt.stores.served_store import ReadOnlyStore
+from ckpt.stores.store import LIVE_VERSION, Store, absolute, open_store, split_url
+from ckpt.transfer.live_deltas import Area, Delta
+from formats.errors import CorruptError, FormatError, GoneError
+from formats.limits import current
+from formats.native.manifest import MANIFEST, ShardFile, load
+
+if TYPE_CHECKING:
+    from ckpt.transfer.live_deltas import Array
+
+SPAN_BYTES = 4 << 20
+"""The longest part of a file that is in memory for a box of elements."""
+
+
+class KeptSums:
+    """The checksums of what loads from one chain have left in targets.
+
+    A version may be loaded into several targets, so those of the version before stay.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[int, dict[tuple[int, Area], bytes]] = {}
+        """By the version, then by the shard file's rank and the area."""
+
+    def before(self, number: int) -> int | None:
+        """Returns the last version before `number` that was loaded; None without one."""
+        return max((one for one in self.sums if one < number), default=None)
+
+    def of(self, number: int) -> dict[tuple[int, Area], bytes]:
+        """Returns the checksums of a version, to be filled by its loads."""
+        if number not in self.sums:
+            before = self.before(number)
+            self.sums = {one: sums for one, sums in self.sums.items() if one == before}
+        return self.sums.setdefault(number, {})
+
+
+_KEPT: WeakValueDictionary[str, KeptSums] = WeakValueDictionary()
+
+
+def keep_sums(url: str) -> KeptSums:
+    """Returns an object; as long as it lives, loads from this chain keep checksums in it."""
+    return _KEPT.setdefault(absolute(url).rstrip("/"), KeptSums())
+
+
+class _Opened:
+    """A version whose files are read: the deltas of its shard files, frame by frame."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        where = f"{store.url}/{LIVE_VERSION}"
+        self.link = Link.load(store.read_whole(LIVE_VERSION, current().manifest_bytes), where)
+        manifest = load(self.link.manifest.encode(), where)
+        self.files: dict[int, ShardFile] = {one.rank: one for one in manifest.files}
+        if self.link.before is not None and self.files.keys() != self.link.deltas.keys():
+            raise FormatError(f"{where}: its deltas are not those of its shard files")
+        self._frames: dict[int, list[tuple[int, int]]] = {}
+
+    def data_bytes(self, rank: int) -> int:
+        """Returns the bytes of the data of a shard file."""
+        one = self.files[rank]
+        return one.size - one.header_bytes - one.table_bytes
+
+    def head_and_table(self, rank: int) -> bytes:
+        """Returns the bytes of a shard file in front of its data, and those behind."""
+        shard, name = self.files[rank], self.link.deltas[rank].name
+        return self.store.read(name, 0, shard.header_bytes + shard.table_bytes)
+
+    def frames(self, rank: int, first: int, last: int) -> list[bytes]:
+        """Returns frames `first` to `last`, in one read. Raises CorruptError for damage."""
+        name, index = self.link.deltas[rank].name, self._index(rank)
+        lo, hi = index[first][0], index[last][0]
+        data = self.store.read(name, lo, hi - lo) if lo < hi else b""
+        found = []
+        for at in range(first, last):
+            begin, end = index[at][0], index[at + 1][0]
+            found.append(data[begin - lo : end - lo])
+            if xxhash.xxh3_64_intdigest(found[-1]) != index[at][1]:
+                raise self._damage_error(rank, begin, end)
+        return found
+
+    def apply(self, rank: int, frame: bytes, memory: memoryview) -> None:
+        """Brings one frame in memory to this version. Raises CorruptError for damage."""
+        if frame:
+            delta = self.link.deltas[rank]
+            area = frame_area(len(memory), delta.width)
+            try:
+                Delta(frame, [area]).apply(area, area.of(memory))
+            except FormatError as error:
+                raise CorruptError(f"{self.store.url}/{delta.name}: {error}") from error
+
+    def _index(self, rank: int) -> list[tuple[int, int]]:
+        """Returns the first byte and the checksum of each frame, and the end of the last one."""
+        found = self._frames.get(rank)
+        if found is None:
+            delta, shard = self.link.deltas[rank], self.files[rank]
+            nbytes = FRAME.size * -(-self.data_bytes(rank) // FRAME_BYTES)
+            data = self.store.read_end(delta.name, delta.size, nbytes)
+            end = delta.size - nbytes
+            if xxhash.xxh3_128_hexdigest(data) != delta.digest:
+                raise self._damage_error(rank, end, delta.size)
+            lengths, sums = zip(*FRAME.iter_unpack(data), strict=True) if data else ((), ())
+            begins = [*accumulate(lengths, initial=shard.header_bytes + shard.table_bytes)]
+            if begins[-1] != end:
+                raise FormatError(f"{self.store.url}/{delta.name}: its frames end elsewhere")
+            found = self._frames[rank] = [*zip(begins, (*sums, 0), strict=True)]
+        return found
+
+    def _damage_error(self, rank: int, lo: int, hi: int) -> CorruptError:
+        return CorruptError(
+            f"{self.store.url}/{self.link.deltas[rank].name}: bytes {lo}:{hi} do not have the "
+            "checksum they were written with: they were changed since; load another version"
+        )
+
+
+class StoredVersion(ReadOnlyStore):
+    """A version of a chain as a folder. Safe to use from several threads.
+
+    Made of the opened folder of the version. Raises FormatError or CorruptError if it is none.
+    """
+
+    refusal = "this is a version of a live state, which ckpt.publish writes; it is only read"
+
+    def __init__(self, store: Store) -> None:
+        self.url, self.options = store.url, store.options
+        self._stack = ExitStack()
+        self._newest = _Opened(store)
+        self._number, self._below = self._newest.link.number, self._newest.link.whole
+        self._opened = {self._number: self._newest}
+        self._parent = split_url(store.url)[0]
+        self._whole: Store | None = None
+        self._ranks = {one.name: rank for rank, one in self._newest.files.items()}
+        self._ends: dict[int, bytes] = {}
+        """Headers and chunk tables."""
+        self._kept = _KEPT.get(absolute(self._parent).rstrip("/"))
+        self.keeps = self._kept is not None
+        """Whether a job follows the chain, so that checksums are kept."""
+        kept = None if self._kept is None else self._kept.before(self._number)
+        self.is_next = kept is not None
+        """Whether the job has loaded a version before."""
+        self._since = self._newest.link.before if kept is None else kept
+        """The version that targets are taken to have."""
+
+    @property
+    def read_bytes(self) -> int:
+        """The best size of a read: that of the store below."""
+        return self._newest.store.read_bytes
+
+    def names(self) -> list[str]:
+        """Returns the files of the version, sorted."""
+        return sorted([MANIFEST, *self._ranks])
+
+    def entries(self, folder: str = "") -> list[str]:
+        """Returns the files of the version; there are no folders."""
+        return [] if folder else self.names()
+
+    def folders(self) -> list[str]:
+        """Returns no folders."""
+        return []
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the sizes of the files, by name."""
+        return {name: self.size(name) for name in self.names()}
+
+    def exists(self, name: str) -> bool:
+        """Whether the version has this file."""
+        return name == MANIFEST or name in self._ranks
+
+    def size(self, name: str) -> int:
+        """Returns the size of a file."""
+        if name == MANIFEST:
+            return len(self._newest.link.manifest.encode())
+        if name not in self._ranks:
+            raise FileNotFoundError(name)
+        return self._newest.files[self._ranks[name]].size
+
+    def modified(self, name: str) -> float:
+        """Returns the time at which the version came."""
+        self.size(name)
+        return self._newest.store.modified(LIVE_VERSION)
+
+    def read_whole(self, name: str, limit: int) -> bytes:
+        """Reads all bytes of a file; the manifest's as long as the version is there."""
+        if name == MANIFEST and not self._newest.store.exists(LIVE_VERSION):
+            raise FileNotFoundError(name)
+        return super().read_whole(name, limit)
+
+    def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
+        """Fills the buffers end to end with the bytes from `offset` on."""
+        views = [target.cast("B") for target in targets if target.nbytes]
+        end = offset + sum(map(len, views))
+        if not self.exists(name):
+            raise GoneError(f"{self.url}/{name}")
+        if end > self.size(name):
+            raise CorruptError(
+                f"{self.url}/{name}: bytes {offset}:{end} are needed, the file ends at "
+                f"{self.size(name)}"
+            )
+        if name == MANIFEST:
+            _fill(views, memoryview(self._newest.link.manifest.encode())[offset:end])
+        elif self._below == self._number:
+            self._whole_store().read_into(name, offset, *views)
+        else:
+            _fill(views, self._bytes(self._ranks[name], offset, end))
+
+    def delta(self, name: str, areas: Sequence[Area]) -> _StoredDelta | None:
+        """Returns the delta of areas since the version that the target is taken to have.
+
+        Raises CorruptError for a damaged one. None without it: the target has a later version, or
+        the versions in between are gone, or have other tensors.
+        """
+        rank = self._ranks.get(name)
+        if rank is None or self._since is None:
+            return None
+        try:
+            links = [*self._links(self._since, rank)][::-1]
+        except (GoneError, FormatError):
+            return None
+        return _StoredDelta(self, rank, links, areas) if links else None
+
+    def has_delta(self, area: Area) -> bool:
+        """Whether there are deltas of such areas: of parts of chunks while a job follows."""
+        return self.keeps or not area.has_sums
+
+    def keep(self, name: str, areas: Sequence[tuple[Area, Array]]) -> None:
+        """Keeps the checksums of areas that have the bytes of this version now, for the next."""
+        if self._kept is not None:
+            sums = self._kept.of(self._number)
+            sums.update(((self._ranks[name], area), sum_of(found)) for area, found in areas)
+
+    def is_known(self, rank: int, area: Area, found: Array) -> bool:
+        """Whether an area has the bytes that a load of the earlier version has left there."""
+        if self._kept is None or self._since is None:
+            return False
+        kept = self._kept.sums.get(self._since, {}).get((rank, area))
+        return kept is not None and kept == sum_of(found)
+
+    def close(self) -> None:
+        """Closes the folders of other versions; that of this one is the opener's."""
+        self._stack.close()
+
+    def __enter__(self) -> StoredVersion:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _open(self, number: int) -> _Opened:
+        """Returns another version of the chain. Raises GoneError if it is not there any more."""
+        found = self._opened.get(number)
+        if found is None:
+            place = version_url(self._parent, number)
+            store = self._stack.enter_context(open_store(place, self.options))
+            try:
+                found = _Opened(store)
+            except FileNotFoundError as error:
+                raise GoneError(f"{place}/{LIVE_VERSION}") from error
+            found = self._opened.setdefault(number, found)
+        return found
+
+    def _whole_store(self) -> Store:
+        if self._whole is None:
+            place = version_url(self._parent, self._below, WHOLE)
+            self._whole = self._stack.enter_context(open_store(place, self.options))
+        return self._whole
+
+    def _links(self, since: int, rank: int) -> Iterator[_Opened]:
+        """Yields the versions after `since`, newest first. Raises FormatError without deltas."""
+        found = self._newest
+        while found.link.number > since:
+            before = found.link.before
+            if before is None or before < since:
+                raise FormatError(f"{found.store.url}: it has no delta since version {since}")
+            yield found
+            found = self._newest if before == since else self._open(before)
+            if before == since:
+                return
+            if found.data_bytes(rank) != self._newest.data_bytes(rank):
+                raise FormatError(f"{found.store.url}: its files have other sizes")
+
+    def _bytes(self, rank: int, lo: int, hi: int) -> memoryview:
+        """Returns bytes of a shard file (rule 1)."""
+        shard = self._newest.files[rank]
+        head, data_end = shard.header_bytes, shard.size - shard.table_bytes
+        if lo >= head and hi <= data_end:
+            return self._data(rank, lo - head, hi - head)
+        ends = self._ends.get(rank)
+        if ends is None:
+            ends = self._ends[rank] = self._newest.head_and_table(rank)
+        begin, end = max(lo, head), min(hi, data_end)
+        data = self._data(rank, begin - head, end - head) if begin < end else b""
+        behind = head - data_end
+        front = ends[min(lo, head) : min(hi, head)]
+        return memoryview(
+            b"".join((front, data, ends[max(lo, data_end) + behind : max(hi, data_end) + behind]))
+        )
+
+    def _data(self, rank: int, lo: int, hi: int) -> memoryview:
+        below = self._open(self._below).files[rank]
+        first, last = lo // FRAME_BYTES, -(-hi // FRAME_BYTES)
+        begin = first * FRAME_BYTES
+        nbytes = min(last * FRAME_BYTES, self._newest.data_bytes(rank)) - begin
+        found = memoryview(bytearray(nbytes))
+        inside = slice(lo - begin, hi - begin)
+        self._whole_store().read_into(below.name, below.header_bytes + lo, found[inside])
+        for one in [*self._links(self._below, rank)][::-1]:
+            for at, frame in enumerate(one.frames(rank, first, last)):
+                one.apply(rank, frame, found[at * FRAME_BYTES : (at + 1) * FRAME_BYTES])
+        return found[inside]
+
+
+def sum_of(array: Array) -> bytes:
+    """Returns the checksum of elements, in their order."""
+    return xxhash.xxh3_128_digest(array.tobytes())
+
+
+def _fill(views: Sequence[memoryview], data: memoryview) -> None:
+    at = 0
+    for view in views:
+        view[:] = data[at : at + len(view)]
+        at += len(view)
+
+
+class _StoredDelta:
+    """Deltas of areas of a shard file since an earlier version (rule 2)."""
+
+    def __init__(
+        self, store: StoredVersion, rank: int, links: Sequence[_Opened], areas: Sequence[Area]
+    ) -> None:
+        self._store, self._rank, self._links = store, rank, links
+        self._begin = links[-1].files[rank].header_bytes
+        self._data_bytes = links[-1].data_bytes(rank)
+        first = min(area.offset for area in areas) - self._begin
+        end = max(area.offset + area.span for area in areas) - self._begin
+        self._first, last = first // FRAME_BYTES, -(-end // FRAME_BYTES)
+        self._frames = [one.frames(rank, self._first, last) for one in links]
+        self.nbytes = sum(len(frame) for some in self._frames for frame in some)
+
+    def apply(self, area: Area, target: Array) -> bool:
+        """Brings the elements of an area to the version.
+
+        False, and nothing has changed, for a part of a chunk that is not as it was left. True for a
+        whole chunk, which the caller compares.
+        """
+        if area.has_sums and not self._store.is_known(self._rank, area, target):
+            return False
+        self._apply(area, target)
+        return True
+
+    def _apply(self, area: Area, target: Array) -> None:
+        if area.span > SPAN_BYTES and area.shape[0] > 1:
+            middle = area.shape[0] // 2
+            for lo, hi in ((0, middle), (middle, area.shape[0])):
+                at = area.offset + lo * area.steps[0]
+                part = area._replace(offset=at, shape=(hi - lo, *area.shape[1:]))
+                self._apply(part, target[lo:hi])
+            return
+        lo = area.offset - self._begin
+        first, last = lo // FRAME_BYTES, -(-(lo + area.span) // FRAME_BYTES)
+        begin = first * FRAME_BYTES
+        found = memoryview(bytearray(min(last * FRAME_BYTES, self._data_bytes) - begin))
+        inside = area.of(found[lo - begin :])
+        inside[...] = target
+        for one, frames in zip(self._links, self._frames, strict=True):
+            for at in range(first, last):
+                memory = found[at * FRAME_BYTES - begin : (at + 1) * FRAME_BYTES - begin]
+                one.apply(self._rank, frames[at - self._first], memory)
+        target[...] = inside
