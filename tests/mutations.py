@@ -1,11 +1,11 @@
-"""Whether the quick tests see a mistake: one small change of the product after the other, by hand.
+"""Whether the tests see a mistake: one small change of the product after the other, by hand.
 
     python tests/mutations.py                   all of them, and a table
     python tests/mutations.py engine commit     those whose names begin so
     python tests/mutations.py --check           whether every one still applies; runs no test
 
 A mutation replaces code that stands once in the product by other code, in a copy of the working
-tree, and runs a few test files there until the first failure. Code is found by its tokens: line
+tree, and runs a few test files there, as `make test-all` does, until the first failure. Code is found by its tokens: line
 breaks, indentation, comments and trailing commas may differ. A mutation is killed when a test
 fails, and survives when all pass. The exit status is 1 where one survives or pytest itself fails,
 and 2 where the code of one is not in the product, or stands there twice: then the product has
@@ -940,6 +940,7 @@ def tested(paths: Sequence[str], root: Path, log: Path) -> int:
             os.environ |= {"PYTHONPATH": str(root), "CKPT_TESTS_HASH_SEEDS": "1"}
             signal.alarm(RUN_SECONDS)
             options = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={TEST_SECONDS}"]
+            options += ["-m", "not slow and not gpu"]  # as `make test-all`
             options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
             status = int(pytest.main([*options, *paths]))
         except BaseException:
