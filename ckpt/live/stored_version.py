@@ -117,8 +117,10 @@ class _Opened:
         if found is None:
             delta, shard = self.link.deltas[rank], self.files[rank]
             nbytes = FRAME.size * -(-self.data_bytes(rank) // FRAME_BYTES)
-            data = self.store.read_end(delta.name, delta.size, nbytes)
             end = delta.size - nbytes
+            if end < 0:
+                raise FormatError(f"{self.store.url}/{delta.name}: it is too short for its frames")
+            data = self.store.read_end(delta.name, delta.size, nbytes)
             if xxhash.xxh3_128_hexdigest(data) != delta.digest:
                 raise self._damage_error(rank, end, delta.size)
             lengths, sums = zip(*FRAME.iter_unpack(data), strict=True) if data else ((), ())

@@ -357,7 +357,7 @@ def checkpoints_below(
             for one in _last(names, DEEPER_LOOKS)
         )
         for name, names in chain(inside.items(), deeper):
-            is_native = MANIFEST in names
+            is_native = not {MANIFEST, LIVE_VERSION}.isdisjoint(names)
             if is_native or (folder_format(names) is not None and not only_native):
                 place = join_url(store.url, name)
                 return Below(split_url(place)[0], place, is_native)

@@ -214,6 +214,8 @@ def test_a_version_is_a_checkpoint_for_every_reader(
     state = zeros()
     ckpt.load(url, state)
     assert torch.equal(state["matrix"], expected["matrix"])
+    with pytest.raises(ckpt.NotACheckpointError, match="such as .*version-00000003"):
+        ckpt.load(tmp_path / "chain", state)
 
 
 def data_by_the_page(chain: Path, number: int) -> bytes:
