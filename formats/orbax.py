@@ -2,15 +2,14 @@
 
     _METADATA                          JSON: the key path and kind of each value
     params.embed/.zarray, 0.0, ...     zarr version 2: shape and dtype, a file for each chunk
-    manifest.ocdbt, d/, ocdbt.process_0/    or all arrays in TensorStore's OCDBT database
+    manifest.ocdbt, d/, ocdbt.process_0/    or such files as values of a database (formats/ocdbt.py)
 
 Rules:
 
 1. Names are key paths, with keys of dicts and positions in sequences.
 2. Arrays of zarr version 2 in C order, without filters, uncompressed or by zstd, are tensors. A
-   chunk is a file. Chunks at an edge are stored whole.
-3. Other arrays, above all those in OCDBT, are opaque values: `inspect` shows them, and no load or
-   conversion takes them.
+   chunk is a file, or a value of the database OCDBT. Chunks at an edge are stored whole.
+3. Other arrays are opaque values: `inspect` shows them, and no load or conversion takes them.
 
 The layout is that of orbax/checkpoint/_src/metadata/tree.py and of zarr's specification, version 2.
 """
@@ -22,6 +21,7 @@ from dataclasses import replace
 from itertools import product
 from math import prod
 
+from formats import ocdbt
 from formats.catalog import (
     Catalog,
     Chunk,
@@ -39,6 +39,7 @@ from formats.dtypes import DType
 from formats.errors import CorruptError, FormatError, HostileError
 from formats.joined import Part, below, join_catalogs
 from formats.limits import DEPTH, ELEMENTS, check, decode_object
+from formats.ocdbt import Value
 from formats.pickles.records import is_shape
 from formats.pickles.tree import KeyPath
 from formats.pickles.values import NumpyDType
@@ -56,8 +57,8 @@ _EMPTY: Mapping[str, Tree] = {"Dict": {}, "List": [], "Tuple": (), "None": None}
 _ARRAYS = frozenset({"jax.Array", "np.ndarray", "scalar"})
 """The kinds of values that are arrays."""
 _NOTE = (
-    "arrays in OCDBT or another form of zarr cannot be read: load the checkpoint with Orbax, and "
-    "save it with PyTreeCheckpointHandler(use_ocdbt=False) or as safetensors"
+    "arrays of zarr version 3 or with other compressors cannot be read: load the checkpoint with "
+    "Orbax, and save it with PyTreeCheckpointHandler() or as safetensors"
 )
 
 
@@ -91,14 +92,15 @@ def _item(reader: Reader) -> Catalog:
     values = told.get("tree_metadata")
     if not isinstance(values, dict):
         raise FormatError(f"{METADATA}: it has no table `tree_metadata`")
-    is_plain = told.get("use_ocdbt") is False and not told.get("use_zarr3")
-    arrays = _Arrays(reader)
+    is_known = not told.get("use_zarr3")
+    has_files = told.get("use_ocdbt") is False or not is_known
+    arrays = _Arrays(reader, None if has_files else ocdbt.values_in(reader))
     leaves: dict[KeyPath, Tree] = {}
     for text, entry in values.items():
         path, kind, written = _parse_entry(text, entry)
         if kind in _EMPTY:
             leaves[path] = _EMPTY[kind]
-        elif is_plain:
+        elif is_known:
             leaves[path] = arrays.leaf(".".join(map(str, path)), kind)
         else:
             shape = f", written in parts of shape {list(written)}" if is_shape(written) else ""
@@ -136,23 +138,31 @@ def _parse_entry(text: str, entry: object) -> tuple[KeyPath, str, object]:
 class _Arrays:
     """The arrays found so far, with their files."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, values: Mapping[str, Value] | None) -> None:
+        """`values` are those of a database; without one, each value is a file."""
         self.tensors: dict[str, TensorRecord] = {}
-        self.files: list[FileRecord] = []
-        self._reader = reader
+        self._sizes: dict[str, int] = {}
+        self._reader, self._values = reader, values
+
+    @property
+    def files(self) -> list[FileRecord]:
+        """The files of all arrays."""
+        return [FileRecord(name, size) for name, size in self._sizes.items()]
 
     def leaf(self, name: str, kind: str) -> Tree:
         """Returns the array in the folder `name` as a tensor, or as an opaque value (rule 3)."""
         if "/" in name or "\\" in name or name in ("", ".", "..") or not name.isprintable():
             raise HostileError(f"{METADATA}: {name!r:.200} is no name of a folder")
         described = f"{name}/{ZARRAY}"
-        try:
-            size = self._reader.size(described)
-        except FileNotFoundError:
+        value = self._find(described)
+        if value is None:
             if kind in _ARRAYS:
-                raise CorruptError(f"{described}: it is missing; restore it from a copy") from None
+                raise CorruptError(f"{described}: it is missing; restore it from a copy")
             return OpaqueValue(kind)
-        told = decode_object(self._reader.read_whole(described, SMALL_BYTES), described)
+        if value.nbytes > SMALL_BYTES:
+            raise HostileError(f"{described}: a description of {value.nbytes} bytes")
+        content = value.data or self._reader.read(value.file, value.offset, value.nbytes)
+        told = decode_object(content, described)
         dtype = NumpyDType(str(told.get("dtype"))).dtype
         compressor = told.get("compressor")
         by = compressor.get("id") if isinstance(compressor, dict) else compressor
@@ -160,7 +170,6 @@ class _Arrays:
         if dtype is None or not is_known or told.get("filters") or by not in (None, "zstd"):
             described = f"{told.get('dtype')!r:.40} {told.get('shape')!r:.80}"
             return OpaqueValue(f"{kind} {described}", 1)
-        self.files.append(FileRecord(described, size))
         shape, chunk = _shapes(described, told)
         separator = "/" if told.get("dimension_separator") == "/" else "."
         pieces = list(self._pieces(name, shape, chunk, dtype, separator, by is not None))
@@ -187,23 +196,33 @@ class _Arrays:
             lo = tuple(at * part for at, part in zip(place, chunk, strict=True))
             hi = tuple(min(a + part, n) for a, part, n in zip(lo, chunk, shape, strict=True))
             file = f"{name}/{separator.join(map(str, place)) or '0'}"
-            stored = self._size(file)
-            if stored == 0 or (not compressed and stored != nbytes):
+            value = self._find(file)
+            if value is None:
+                raise CorruptError(f"{file}: the chunk is missing; restore it from a copy")
+            if value.nbytes == 0 or (not compressed and value.nbytes != nbytes):
                 raise CorruptError(
-                    f"{file}: the chunk has {stored} bytes and decodes to {nbytes}; restore it "
-                    "from another copy"
+                    f"{file}: the chunk has {value.nbytes} bytes and decodes to {nbytes}; restore "
+                    "it from another copy"
                 )
-            chunks = ZstdChunk(file, stored, nbytes) if compressed else None
-            extent = Extent(file, 0, nbytes, chunks)
+            is_as_stored = not compressed and value.data is None
+            chunks = None if is_as_stored else ZstdChunk(file, value, nbytes, compressed)
+            extent = Extent(value.file, value.offset, nbytes, chunks)
             yield StoredPiece(Piece(Box(lo, hi), 0, row_major(chunk)), extent)
 
-    def _size(self, file: str) -> int:
+    def _find(self, name: str) -> Value | None:
+        """Returns the place of a value; None if it is missing."""
+        found = None if self._values is None else self._values.get(name)
         try:
-            size = self._reader.size(file)
+            if self._values is None:
+                found = Value(name, 0, self._reader.size(name))
+                self._sizes[name] = found.nbytes
+            elif found is not None and found.file not in self._sizes:
+                self._sizes[found.file] = self._reader.size(found.file)
         except FileNotFoundError:
-            raise CorruptError(f"{file}: the chunk is missing; restore it from a copy") from None
-        self.files.append(FileRecord(file, size))
-        return size
+            return None
+        if found is not None and found.offset + found.nbytes > self._sizes[found.file]:
+            raise CorruptError(f"{found.file}: it ends before {name}; restore it from a copy")
+        return found
 
 
 def _shapes(where: str, told: Mapping[str, object]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -217,20 +236,26 @@ def _shapes(where: str, told: Mapping[str, object]) -> tuple[tuple[int, ...], tu
     return shape, chunk
 
 
+_HEAD_BYTES = 12
+"""The least bytes of a node of a database, of which a chunk in it reads no more."""
+
+
 class ZstdChunk:
-    """A chunk that is one file and one frame of zstd, without a checksum."""
+    """A chunk that is one frame of zstd, or lies in a node of a database; without a checksum."""
 
     compressed = True
 
-    def __init__(self, file: str, stored_bytes: int, raw_bytes: int) -> None:
+    def __init__(self, name: str, value: Value, raw_bytes: int, is_frame: bool) -> None:
         self.chunk_bytes = raw_bytes
-        self._file, self._stored_bytes = file, stored_bytes
+        self._name, self._value, self._is_frame = name, value, is_frame
 
     def __len__(self) -> int:
         return 1
 
     def __getitem__(self, index: int) -> Chunk:
-        return Chunk(0, self._stored_bytes, self.chunk_bytes, b"", True)
+        value = self._value
+        stored = value.nbytes if value.data is None else _HEAD_BYTES
+        return Chunk(value.offset, stored, self.chunk_bytes, b"", True)
 
     def wrong(self, first: int, stored: memoryview) -> int | None:
         """Returns None: there is no checksum."""
@@ -240,4 +265,8 @@ class ZstdChunk:
         """Decodes the frame into `target`. Raises CorruptError for other bytes."""
         from formats.native.codec import decompress  # numpy
 
-        decompress(stored, 1, target, self._file)
+        frame = memoryview(self._value.data) if self._value.data is not None else stored
+        if self._is_frame:
+            decompress(frame, 1, target, self._name)
+        else:
+            target[:] = frame

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import torch
 import ckpt
 from ckpt.errors import CorruptError, HostileError
 from ckpt.opening.sources import open_source
-from formats.errors import UnsupportedError
+from ckpt.stores.store import open_store
+from formats.errors import FormatError, UnsupportedError
+from formats.ocdbt import _crc32c, values_in
 
 DATA = Path(__file__).parent.parent / "data" / "orbax"
 EMBED = torch.arange(12.0).reshape(3, 4)
@@ -26,20 +29,111 @@ def test_arrays_in_files_of_zarr_are_tensors() -> None:
     assert (found["layers"][1], found["step"].item()) == ({}, 5)
 
 
-@pytest.mark.parametrize("place", ["ocdbt", "manager/5"])
-def test_arrays_in_ocdbt_are_shown(place: str) -> None:
-    with open_source(DATA / place) as source:
+@pytest.mark.parametrize("place", ["ocdbt", "manager/5/default"])
+def test_arrays_in_ocdbt_are_tensors(place: str, tmp_path: Path) -> None:
+    assert ckpt.diff(DATA / "zarr", DATA / place).equal
+    target = {"params": {"embed": torch.zeros(3, 4)}}
+    ckpt.load(DATA / place, target, include=["params.embed"])
+    assert torch.equal(target["params"]["embed"], EMBED)
+    ckpt.convert(DATA / place, tmp_path / "a.pt", verify=True)
+    assert torch.load(tmp_path / "a.pt")["step"].item() == 5
+    assert not ckpt.verify(DATA / place).problems
+
+
+def in_database(folder: Path) -> Path:
+    shutil.copytree(DATA / "deep", folder / "deep")
+    return folder / "deep"
+
+
+def test_values_of_a_database_lie_in_nodes_of_several_heights_and_in_files(tmp_path: Path) -> None:
+    with open_store(in_database(tmp_path)) as store:
+        found = values_in(store)
+        content = {
+            key: store.read(*value[:3]) if value.data is None else value.data
+            for key, value in found.items()
+        }
+    assert content == {f"a/{number:03d}": b"x" * (number % 40) for number in range(100)}
+    assert {value.data is None for value in found.values()} == {False, True}
+
+
+@pytest.mark.parametrize("at", [3, 12, 40, -1])
+@pytest.mark.parametrize("name", ["manifest.ocdbt", "d"])
+def test_a_damaged_database_is_named(tmp_path: Path, name: str, at: int) -> None:
+    folder = in_database(tmp_path)
+    path = next((folder / "d").iterdir()) if name == "d" else folder / name
+    content = bytearray(path.read_bytes())
+    content[at if name != "d" or at == -1 else len(content) // 2 + at] ^= 1
+    path.write_bytes(content)
+    with open_store(folder) as store, pytest.raises(CorruptError, match=path.name):
+        values_in(store)
+
+
+def test_a_database_that_ends_early_or_lacks_its_file_is_an_error(tmp_path: Path) -> None:
+    folder = in_database(tmp_path)
+    manifest = folder / "manifest.ocdbt"
+    whole = manifest.read_bytes()
+    for length in range(0, len(whole), 7):
+        manifest.write_bytes(whole[:length])
+        with open_store(folder) as store, pytest.raises(CorruptError, match=r"manifest\.ocdbt"):
+            values_in(store)
+    manifest.write_bytes(whole)
+    next((folder / "d").iterdir()).unlink()
+    with open_store(folder) as store, pytest.raises(CorruptError, match=r"d/\w{32}"):
+        values_in(store)
+
+
+def manifest_of(path: bytes, count: int = 1, kind: int = 0) -> bytes:
+    """A manifest whose newest tree has its root in one file."""
+    table = bytes([count, len(path), 0]) + path if count == 1 else bytes([count])
+    tree = table + bytes([1, 1, 0, 0, 0, 50, 0, 0, 0]) + bytes(8)
+    body = bytes(16) + bytes([kind, 1, 1, 4, 0]) + tree
+    head = bytes.fromhex("0cdb3a2a") + (len(body) + 18).to_bytes(8, "little") + bytes(2)
+    return head + body + _crc32c(head + body).to_bytes(4, "little")
+
+
+@pytest.mark.parametrize(
+    ("manifest", "error", "said"),
+    [
+        (manifest_of(b"../other"), HostileError, "'../other' is no file of the database"),
+        (manifest_of(b"/etc/passwd"), HostileError, "is no file of the database"),
+        (manifest_of(b"d/x", kind=1), FormatError, "manifests by number cannot be read"),
+        (manifest_of(b"", count=120), CorruptError, "names 119 entries"),
+    ],
+)
+def test_a_hostile_database_is_refused(
+    tmp_path: Path, manifest: bytes, error: type[Exception], said: str
+) -> None:
+    (tmp_path / "manifest.ocdbt").write_bytes(manifest)
+    with open_store(tmp_path) as store, pytest.raises(error, match=re.escape(said)):
+        values_in(store)
+
+
+def test_the_nodes_of_a_database_have_a_limit(tmp_path: Path) -> None:
+    with (
+        ckpt.limits(index_bytes=1000),
+        open_store(in_database(tmp_path)) as store,
+        pytest.raises(HostileError, match="index_bytes"),
+    ):
+        values_in(store)
+
+
+def of_version_3(folder: Path) -> Path:
+    """A folder that says that its arrays are of zarr 3."""
+    shutil.copytree(DATA / "ocdbt", folder / "c")
+    described = folder / "c" / "_METADATA"
+    described.write_text(described.read_text().replace('zarr3": false', 'zarr3": true'))
+    return folder / "c"
+
+
+def test_arrays_of_zarr_3_are_shown_and_not_loaded(tmp_path: Path) -> None:
+    folder = of_version_3(tmp_path)
+    with open_source(folder) as source:
         assert not source.catalog.tensors
         assert "jax.Array, written in parts of shape [3, 4]" in str(source.catalog.tree)
         [note] = source.catalog.notes
-        assert "use_ocdbt=False" in note
-
-
-def test_arrays_in_ocdbt_are_not_loaded() -> None:
+        assert "PyTreeCheckpointHandler()" in note
     with pytest.raises(ckpt.MismatchError, match="embed"):
-        ckpt.load(
-            DATA / "ocdbt", {"params": {"embed": torch.zeros(3, 4)}}, include=["params.embed"]
-        )
+        ckpt.load(folder, {"params": {"embed": torch.zeros(3, 4)}}, include=["params.embed"])
 
 
 def copied(folder: Path) -> Path:
@@ -130,5 +224,5 @@ def test_absurd_chunks_are_hostile(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["c.safetensors", "c.npz", "c.gguf"])
 def test_weights_of_which_none_can_be_read_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UnsupportedError, match=r"5 objects are shown and never made \(layers"):
-        ckpt.convert(DATA / "ocdbt", tmp_path / name)
+        ckpt.convert(of_version_3(tmp_path), tmp_path / name)
     assert not (tmp_path / name).exists()

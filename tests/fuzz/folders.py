@@ -9,7 +9,6 @@ import numpy as np
 from ckpt.checking import verify as verifying
 from ckpt.errors import NotACheckpointError
 from ckpt.opening import sources
-from ckpt.opening.sources import Source
 from ckpt.plan.read_plan import requests_for
 from ckpt.stores.store import Store
 from ckpt.transfer.read import read_requests
@@ -117,7 +116,7 @@ def _exercise(folder: Folder, file: str | None) -> Catalog:
             _read(folder, catalog, name)
         except REFUSALS as error:
             refused.append(error)
-    report = verifying._findings(Source("memory", store, catalog), None)
+    report = verifying._of_catalog(store, catalog, None)
     if refused:
         raise refused[0]
     if report.problems:

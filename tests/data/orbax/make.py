@@ -17,6 +17,7 @@ SHAPES = {"embed": (3, 4), "bias": (4,), "half": (2, 2)}
 def main() -> None:
     import jax.numpy as jnp
     import orbax.checkpoint as ocp
+    import tensorstore
 
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
     state = {
@@ -33,6 +34,15 @@ def main() -> None:
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=name == "ocdbt")
         with ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save(folder.absolute() / name, args=ocp.args.PyTreeSave(state))
+    shutil.rmtree(folder / "deep", ignore_errors=True)
+    config = {"max_decoded_node_bytes": 400, "max_inline_value_bytes": 20}
+    base = f"file://{folder.absolute()}/deep/"
+    database = tensorstore.KvStore.open(
+        {"driver": "ocdbt", "base": base, "config": config}
+    ).result()
+    with tensorstore.Transaction() as transaction:
+        for number in range(100):
+            database.with_transaction(transaction)[f"a/{number:03d}"] = b"x" * (number % 40)
     shutil.rmtree(folder / "manager", ignore_errors=True)
     with ocp.CheckpointManager(folder.absolute() / "manager") as manager:
         manager.save(5, args=ocp.args.StandardSave(state))
