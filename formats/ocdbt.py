@@ -199,7 +199,7 @@ def _body(encoded: bytes, magic: int, where: str, before: int) -> _Body:
     if struct.unpack(">I", head[:4])[0] != magic or length != len(encoded):
         raise damaged.wrong(f"its first bytes are of no such node with {len(encoded)} bytes")
     (wanted,) = struct.unpack("<I", encoded[-4:])
-    if _crc32c(encoded[:-4]) != wanted:
+    if crc32c(encoded[:-4]) != wanted:
         raise damaged.wrong("its bytes have another checksum")
     version, compression = damaged.number(), damaged.number()
     if version or compression > 1:
@@ -238,10 +238,10 @@ def _table() -> Iterator[int]:
 _CRC32C = tuple(_table())
 
 
-def _crc32c(data: bytes) -> int:
+def crc32c(data: bytes) -> int:
     """Returns the checksum CRC-32C.
 
-    >>> hex(_crc32c(b"123456789"))
+    >>> hex(crc32c(b"123456789"))
     '0xe3069283'
     """
     found, table = 0xFFFFFFFF, _CRC32C

@@ -2,13 +2,15 @@
 
     _METADATA                          JSON: the key path and kind of each value
     params.embed/.zarray, 0.0, ...     zarr version 2: shape and dtype, a file for each chunk
+    params.embed/zarr.json, c/0/0, ... or version 3, with an index of smaller chunks at its end
     manifest.ocdbt, d/, ocdbt.process_0/    or such files as values of a database (formats/ocdbt.py)
 
 Rules:
 
 1. Names are key paths, with keys of dicts and positions in sequences.
-2. Arrays of zarr version 2 in C order, without filters, uncompressed or by zstd, are tensors. A
-   chunk is a file, or a value of the database OCDBT. Chunks at an edge are stored whole.
+2. Arrays of zarr version 2 in C order without filters, and of version 3 in little-endian bytes,
+   uncompressed or by zstd, are tensors. A chunk is a file, or a value of the database OCDBT. Chunks
+   at an edge are stored whole. In version 3 a chunk may consist of chunks that its index lists.
 3. Other arrays are opaque values: `inspect` shows them, and no load or conversion takes them.
 
 The layout is that of orbax/checkpoint/_src/metadata/tree.py and of zarr's specification, version 2.
@@ -16,10 +18,12 @@ The layout is that of orbax/checkpoint/_src/metadata/tree.py and of zarr's speci
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
+from operator import add, lt, mod, mul
 
 from formats import ocdbt
 from formats.catalog import (
@@ -35,7 +39,7 @@ from formats.catalog import (
     Tree,
 )
 from formats.dcp.nest import unflatten
-from formats.dtypes import DType
+from formats.dtypes import BY_TORCH_NAME, DType
 from formats.errors import CorruptError, FormatError, HostileError
 from formats.joined import Part, below, join_catalogs
 from formats.limits import DEPTH, ELEMENTS, check, decode_object
@@ -48,7 +52,7 @@ from sharding.layout import Box, Piece, row_major
 
 METADATA = "_METADATA"
 STEP = "_CHECKPOINT_METADATA"
-ZARRAY = ".zarray"
+ZARRAY, ZARR_JSON = ".zarray", "zarr.json"
 SMALL_BYTES = 1 << 20
 CHUNKS = 1 << 20
 """The most chunks of one array."""
@@ -57,8 +61,8 @@ _EMPTY: Mapping[str, Tree] = {"Dict": {}, "List": [], "Tuple": (), "None": None}
 _ARRAYS = frozenset({"jax.Array", "np.ndarray", "scalar"})
 """The kinds of values that are arrays."""
 _NOTE = (
-    "arrays of zarr version 3 or with other compressors cannot be read: load the checkpoint with "
-    "Orbax, and save it with PyTreeCheckpointHandler() or as safetensors"
+    "arrays with other dtypes or compressors cannot be read: load the checkpoint with Orbax, and "
+    "save it with PyTreeCheckpointHandler() or as safetensors"
 )
 
 
@@ -92,19 +96,16 @@ def _item(reader: Reader) -> Catalog:
     values = told.get("tree_metadata")
     if not isinstance(values, dict):
         raise FormatError(f"{METADATA}: it has no table `tree_metadata`")
-    is_known = not told.get("use_zarr3")
-    has_files = told.get("use_ocdbt") is False or not is_known
-    arrays = _Arrays(reader, None if has_files else ocdbt.values_in(reader))
+    has_files = told.get("use_ocdbt") is False
+    description = ZARR_JSON if told.get("use_zarr3") else ZARRAY
+    arrays = _Arrays(reader, None if has_files else ocdbt.values_in(reader), description)
     leaves: dict[KeyPath, Tree] = {}
     for text, entry in values.items():
-        path, kind, written = _parse_entry(text, entry)
+        path, kind = _parse_entry(text, entry)
         if kind in _EMPTY:
             leaves[path] = _EMPTY[kind]
-        elif is_known:
-            leaves[path] = arrays.leaf(".".join(map(str, path)), kind)
         else:
-            shape = f", written in parts of shape {list(written)}" if is_shape(written) else ""
-            leaves[path] = OpaqueValue(f"{kind}{shape}", int(kind in _ARRAYS))
+            leaves[path] = arrays.leaf(".".join(map(str, path)), kind)
     has_opaque = any(isinstance(leaf, OpaqueValue) for leaf in leaves.values())
     return Catalog(
         "orbax",
@@ -115,8 +116,8 @@ def _item(reader: Reader) -> Catalog:
     )
 
 
-def _parse_entry(text: str, entry: object) -> tuple[KeyPath, str, object]:
-    """Returns the key path of a value, its kind and the shape of its parts."""
+def _parse_entry(text: str, entry: object) -> tuple[KeyPath, str]:
+    """Returns the key path of a value, and its kind."""
     keys = entry.get("key_metadata") if isinstance(entry, dict) else None
     value = entry.get("value_metadata") if isinstance(entry, dict) else None
     if not isinstance(keys, list) or not isinstance(value, dict) or not 0 < len(keys) <= DEPTH:
@@ -130,19 +131,19 @@ def _parse_entry(text: str, entry: object) -> tuple[KeyPath, str, object]:
         is_position = key.get("key_type") == 1 and path and name.isdecimal() and len(name) < 10
         path.append(int(name) if is_position else name)
     kind = value.get("value_type")
-    written = value.get("write_shape")
-    shape = tuple(written) if isinstance(written, list) else None
-    return tuple(path), kind if isinstance(kind, str) and kind.isprintable() else "value", shape
+    return tuple(path), kind if isinstance(kind, str) and kind.isprintable() else "value"
 
 
 class _Arrays:
     """The arrays found so far, with their files."""
 
-    def __init__(self, reader: Reader, values: Mapping[str, Value] | None) -> None:
+    def __init__(
+        self, reader: Reader, values: Mapping[str, Value] | None, description: str
+    ) -> None:
         """`values` are those of a database; without one, each value is a file."""
         self.tensors: dict[str, TensorRecord] = {}
         self._sizes: dict[str, int] = {}
-        self._reader, self._values = reader, values
+        self._reader, self._values, self._description = reader, values, description
 
     @property
     def files(self) -> list[FileRecord]:
@@ -153,7 +154,7 @@ class _Arrays:
         """Returns the array in the folder `name` as a tensor, or as an opaque value (rule 3)."""
         if "/" in name or "\\" in name or name in ("", ".", "..") or not name.isprintable():
             raise HostileError(f"{METADATA}: {name!r:.200} is no name of a folder")
-        described = f"{name}/{ZARRAY}"
+        described = f"{name}/{self._description}"
         value = self._find(described)
         if value is None:
             if kind in _ARRAYS:
@@ -161,53 +162,62 @@ class _Arrays:
             return OpaqueValue(kind)
         if value.nbytes > SMALL_BYTES:
             raise HostileError(f"{described}: a description of {value.nbytes} bytes")
-        content = value.data or self._reader.read(value.file, value.offset, value.nbytes)
-        told = decode_object(content, described)
-        dtype = NumpyDType(str(told.get("dtype"))).dtype
-        compressor = told.get("compressor")
-        by = compressor.get("id") if isinstance(compressor, dict) else compressor
-        is_known = told.get("zarr_format") == 2 and told.get("order") == "C"
-        if dtype is None or not is_known or told.get("filters") or by not in (None, "zstd"):
-            described = f"{told.get('dtype')!r:.40} {told.get('shape')!r:.80}"
-            return OpaqueValue(f"{kind} {described}", 1)
-        shape, chunk = _shapes(described, told)
-        separator = "/" if told.get("dimension_separator") == "/" else "."
-        pieces = list(self._pieces(name, shape, chunk, dtype, separator, by is not None))
-        self.tensors[name] = TensorRecord(name, shape, dtype, PieceTable(pieces))
+        told = decode_object(self._content(value), described)
+        array = _Array.of_2(described, told) or _Array.of_3(described, told)
+        if array is None:
+            dtype = told.get("dtype", told.get("data_type"))
+            return OpaqueValue(f"{kind} {dtype!r:.40} {told.get('shape')!r:.80}", 1)
+        pieces = PieceTable(list(self._pieces(name, array)))
+        self.tensors[name] = TensorRecord(name, array.shape, array.dtype, pieces)
         return TensorRef(name)
 
-    def _pieces(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        chunk: tuple[int, ...],
-        dtype: DType,
-        separator: str,
-        compressed: bool,
-    ) -> Iterator[StoredPiece]:
-        """Yields a piece for each chunk, whose file has all elements of the chunk's shape."""
-        counts = [-(-size // part) for size, part in zip(shape, chunk, strict=True)]
-        if prod(counts) > CHUNKS:
-            raise HostileError(f"{name}/{ZARRAY}: the array has {prod(counts)} chunks")
-        nbytes = prod(chunk) * dtype.itemsize
-        if compressed:
-            check("chunk_bytes", nbytes, f"{name}/{ZARRAY}: a chunk")
-        for place in product(*map(range, counts)):
-            lo = tuple(at * part for at, part in zip(place, chunk, strict=True))
-            hi = tuple(min(a + part, n) for a, part, n in zip(lo, chunk, shape, strict=True))
-            file = f"{name}/{separator.join(map(str, place)) or '0'}"
+    def _pieces(self, name: str, array: _Array) -> Iterator[StoredPiece]:
+        """Yields a piece for each chunk, which has all elements of the chunk's shape."""
+        for place, lo in _places(name, array.shape, array.chunk):
+            file = f"{name}/{array.file(place)}"
             value = self._find(file)
             if value is None:
                 raise CorruptError(f"{file}: the chunk is missing; restore it from a copy")
-            if value.nbytes == 0 or (not compressed and value.nbytes != nbytes):
-                raise CorruptError(
-                    f"{file}: the chunk has {value.nbytes} bytes and decodes to {nbytes}; restore "
-                    "it from another copy"
-                )
-            is_as_stored = not compressed and value.data is None
-            chunks = None if is_as_stored else ZstdChunk(file, value, nbytes, compressed)
-            extent = Extent(value.file, value.offset, nbytes, chunks)
-            yield StoredPiece(Piece(Box(lo, hi), 0, row_major(chunk)), extent)
+            if array.inner is None:
+                yield _piece(file, value, array, array.chunk, lo)
+                continue
+            chunks = self._chunks_of(file, value, array.chunk, array.inner)
+            for (_, inside), chunk in zip(
+                _places(name, array.chunk, array.inner), chunks, strict=True
+            ):
+                start = tuple(map(add, lo, inside))
+                if all(map(lt, start, array.shape)):
+                    if chunk is None:
+                        raise CorruptError(f"{file}: a chunk is missing; restore it from a copy")
+                    yield _piece(file, chunk, array, array.inner, start)
+
+    def _chunks_of(
+        self, file: str, shard: Value, outer: tuple[int, ...], inner: tuple[int, ...]
+    ) -> list[Value | None]:
+        """Returns the chunks of a shard by its index: an offset and a length each, and CRC-32C."""
+        count = prod(outer) // prod(inner)
+        index_bytes = 16 * count + 4
+        if shard.nbytes < index_bytes:
+            raise CorruptError(f"{file}: it has no index of {count} chunks; restore it from a copy")
+        at = shard.nbytes - index_bytes
+        data = shard.data[at:] if shard.data is not None else None
+        index = self._content(Value(shard.file, shard.offset + at, index_bytes, data))
+        if ocdbt.crc32c(index[:-4]) != int.from_bytes(index[-4:], "little"):
+            raise CorruptError(f"{file}: its index has another checksum; restore it from a copy")
+        found: list[Value | None] = []
+        for offset, nbytes in struct.iter_unpack("<QQ", index[:-4]):
+            if offset == nbytes == (1 << 64) - 1:
+                found.append(None)
+                continue
+            if offset + nbytes > at:
+                raise CorruptError(f"{file}: it ends before a chunk; restore it from a copy")
+            data = shard.data[offset : offset + nbytes] if shard.data is not None else None
+            start = shard.offset + (0 if data is not None else offset)
+            found.append(Value(shard.file, start, nbytes, data))
+        return found
+
+    def _content(self, value: Value) -> bytes:
+        return self._reader.read(*value[:3]) if value.data is None else value.data
 
     def _find(self, name: str) -> Value | None:
         """Returns the place of a value; None if it is missing."""
@@ -225,9 +235,114 @@ class _Arrays:
         return found
 
 
-def _shapes(where: str, told: Mapping[str, object]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+@dataclass(frozen=True, slots=True)
+class _Array:
+    """The description of an array."""
+
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    dtype: DType
+    is_compressed: bool
+    start: str
+    """The beginning of the names of chunks."""
+    separator: str
+    inner: tuple[int, ...] | None = None
+    """The shape of the chunks in a chunk with an index; None if it has none."""
+
+    @classmethod
+    def of_2(cls, where: str, told: Mapping[str, object]) -> _Array | None:
+        """Returns the array that `.zarray` describes; None for one that is not read (rule 2)."""
+        dtype = NumpyDType(str(told.get("dtype"))).dtype
+        compressor = told.get("compressor")
+        by = compressor.get("id") if isinstance(compressor, dict) else compressor
+        is_known = told.get("zarr_format") == 2 and told.get("order") == "C"
+        if dtype is None or not is_known or told.get("filters") or by not in (None, "zstd"):
+            return None
+        shape, chunk = _shapes(where, told.get("shape"), told.get("chunks"))
+        separator = "/" if told.get("dimension_separator") == "/" else "."
+        return cls(shape, chunk, dtype, by is not None, "", separator)
+
+    @classmethod
+    def of_3(cls, where: str, told: Mapping[str, object]) -> _Array | None:
+        """Returns the array that `zarr.json` describes; None for one that is not read (rule 3)."""
+        dtype = BY_TORCH_NAME.get(str(told.get("data_type")))
+        names = _options(told.get("chunk_key_encoding"), "default")
+        codecs, index = told.get("codecs"), None
+        if isinstance(codecs, list) and len(codecs) == 1:
+            index = _options(codecs[0], "sharding_indexed")
+        if index is not None:
+            ends = index.get("index_location", "end") == "end"
+            codecs = index.get("codecs") if ends and _steps(index) == ["bytes", "crc32c"] else None
+        steps = _steps({"index_codecs": codecs})
+        grid = _options(told.get("chunk_grid"), "regular")
+        if dtype is None or names is None or grid is None or told.get("zarr_format") != 3:
+            return None
+        if steps not in (["bytes"], ["bytes", "zstd"]):
+            return None
+        shape, chunk = _shapes(where, told.get("shape"), grid.get("chunk_shape"))
+        inner = None
+        if index is not None:
+            inner = _shapes(where, list(chunk), index.get("chunk_shape"))[1]
+            if any(map(mod, chunk, inner)):
+                raise FormatError(f"{where}: chunks of {inner} do not divide {chunk}")
+        separator = "." if names.get("separator") == "." else "/"
+        return cls(shape, chunk, dtype, "zstd" in steps, "c", separator, inner)
+
+    def file(self, place: tuple[int, ...]) -> str:
+        """Returns the name of a chunk."""
+        parts = [self.start, *map(str, place)] if self.start else map(str, place)
+        return self.separator.join(parts) or "0"
+
+
+def _options(entry: object, name: str) -> Mapping[str, object] | None:
+    """Returns the configuration of an extension of zarr 3 with this name; None for another one."""
+    if not isinstance(entry, dict) or entry.get("name") != name:
+        return None
+    options = entry.get("configuration", {})
+    return options if isinstance(options, dict) else None
+
+
+def _steps(index: Mapping[str, object]) -> list[object]:
+    """Returns the names of codecs; none if their bytes are of big-endian numbers."""
+    codecs = index.get("index_codecs")
+    found = [each for each in codecs if isinstance(each, dict)] if isinstance(codecs, list) else []
+    if any((_options(each, "bytes") or {}).get("endian", "little") != "little" for each in found):
+        return []
+    return [each.get("name") for each in found]
+
+
+def _places(
+    name: str, shape: tuple[int, ...], chunk: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yields the place of each chunk in the grid, and its first indices in the array."""
+    counts = [-(-size // part) for size, part in zip(shape, chunk, strict=True)]
+    if prod(counts) > CHUNKS:
+        raise HostileError(f"{name}: the array has {prod(counts)} chunks")
+    for place in product(*map(range, counts)):
+        yield place, tuple(map(mul, place, chunk))
+
+
+def _piece(
+    file: str, value: Value, array: _Array, chunk: tuple[int, ...], lo: tuple[int, ...]
+) -> StoredPiece:
+    """Returns the piece of a chunk whose first element is at `lo`."""
+    nbytes = prod(chunk) * array.dtype.itemsize
+    if array.is_compressed:
+        check("chunk_bytes", nbytes, f"{file}: a chunk")
+    if value.nbytes == 0 or (not array.is_compressed and value.nbytes != nbytes):
+        raise CorruptError(
+            f"{file}: the chunk has {value.nbytes} bytes and decodes to {nbytes}; restore it from "
+            "another copy"
+        )
+    hi = tuple(min(a + part, n) for a, part, n in zip(lo, chunk, array.shape, strict=True))
+    is_as_stored = not array.is_compressed and value.data is None
+    chunks = None if is_as_stored else ZstdChunk(file, value, nbytes, array.is_compressed)
+    extent = Extent(value.file, value.offset, nbytes, chunks)
+    return StoredPiece(Piece(Box(lo, hi), 0, row_major(chunk)), extent)
+
+
+def _shapes(where: str, *given: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the shape of an array and of its chunks."""
-    given = (told.get("shape"), told.get("chunks"))
     shape, chunk = (tuple(each) if isinstance(each, list) else None for each in given)
     if not is_shape(shape) or not is_shape(chunk) or len(shape) != len(chunk) or 0 in chunk:
         raise FormatError(f"{where}: the array has no shape and chunks")

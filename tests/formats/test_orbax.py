@@ -15,7 +15,7 @@ from ckpt.errors import CorruptError, HostileError
 from ckpt.opening.sources import open_source
 from ckpt.stores.store import open_store
 from formats.errors import FormatError, UnsupportedError
-from formats.ocdbt import _crc32c, values_in
+from formats.ocdbt import crc32c, values_in
 
 DATA = Path(__file__).parent.parent / "data" / "orbax"
 EMBED = torch.arange(12.0).reshape(3, 4)
@@ -88,7 +88,7 @@ def manifest_of(path: bytes, count: int = 1, kind: int = 0) -> bytes:
     tree = table + bytes([1, 1, 0, 0, 0, 50, 0, 0, 0]) + bytes(8)
     body = bytes(16) + bytes([kind, 1, 1, 4, 0]) + tree
     head = bytes.fromhex("0cdb3a2a") + (len(body) + 18).to_bytes(8, "little") + bytes(2)
-    return head + body + _crc32c(head + body).to_bytes(4, "little")
+    return head + body + crc32c(head + body).to_bytes(4, "little")
 
 
 @pytest.mark.parametrize(
@@ -117,23 +117,80 @@ def test_the_nodes_of_a_database_have_a_limit(tmp_path: Path) -> None:
         values_in(store)
 
 
-def of_version_3(folder: Path) -> Path:
-    """A folder that says that its arrays are of zarr 3."""
-    shutil.copytree(DATA / "ocdbt", folder / "c")
-    described = folder / "c" / "_METADATA"
-    described.write_text(described.read_text().replace('zarr3": false', 'zarr3": true'))
+def test_arrays_of_zarr_3_are_tensors() -> None:
+    assert ckpt.diff(DATA / "zarr", DATA / "zarr3").equal
+
+
+def sharded(folder: Path) -> Path:
+    """A folder whose array `params.embed` has 10 × 7 elements, in chunks that consist of others."""
+    shutil.copytree(DATA / "zarr3", folder / "c")
+    shutil.rmtree(folder / "c" / "params.embed")
+    shutil.copytree(DATA / "shards", folder / "c" / "params.embed")
     return folder / "c"
 
 
-def test_arrays_of_zarr_3_are_shown_and_not_loaded(tmp_path: Path) -> None:
-    folder = of_version_3(tmp_path)
+def test_chunks_in_chunks_are_put_together(tmp_path: Path) -> None:
+    with ckpt.open(sharded(tmp_path)) as found:
+        wanted = torch.arange(1.0, 71.0).reshape(10, 7)
+        assert torch.equal(found["params.embed"][...], wanted)
+        assert torch.equal(found["params.embed"][3:9, 2:7], wanted[3:9, 2:7])
+
+
+@pytest.mark.parametrize("at", [-1, -9, 2])
+def test_a_damaged_index_or_chunk_is_named(tmp_path: Path, at: int) -> None:
+    folder = sharded(tmp_path)
+    file = folder / "params.embed" / "c" / "1" / "0"
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CorruptError, match=r"params\.embed/c/1/0: "):
+        ckpt.read(folder)
+    file.write_bytes(content[-30:])
+    with pytest.raises(CorruptError, match="it has no index of 4 chunks"):
+        ckpt.read(folder)
+
+
+def changed(folder: Path, old: str, new: str) -> Path:
+    """A folder with another description of an array of zarr 3."""
+    shutil.copytree(DATA / "zarr3", folder / "c")
+    described = folder / "c" / "params.embed" / "zarr.json"
+    text = described.read_text()
+    assert old in text
+    described.write_text(text.replace(old, new))
+    return folder / "c"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"name":"zstd"', '"name":"blosc"'),
+        ('"endian":"little"', '"endian":"big"'),
+        ("float32", "int4"),
+        ('"index_codecs":', '"index_location":"start","index_codecs":'),
+        ('"name":"regular"', '"name":"rectilinear"'),
+    ],
+)
+def test_other_arrays_are_shown_and_not_loaded(tmp_path: Path, old: str, new: str) -> None:
+    folder = changed(tmp_path, old, new)
     with open_source(folder) as source:
-        assert not source.catalog.tensors
-        assert "jax.Array, written in parts of shape [3, 4]" in str(source.catalog.tree)
+        assert "params.embed" not in source.catalog.tensors
+        assert "[3, 4]" in str(source.catalog.tree)
         [note] = source.catalog.notes
         assert "PyTreeCheckpointHandler()" in note
     with pytest.raises(ckpt.MismatchError, match="embed"):
         ckpt.load(folder, {"params": {"embed": torch.zeros(3, 4)}}, include=["params.embed"])
+
+
+def test_absurd_chunks_of_zarr_3_are_refused(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "zarr3", folder := tmp_path / "c")
+    described = folder / "params.embed" / "zarr.json"
+    text = described.read_text()
+    described.write_text(text.replace("[1,2]", "[1,3]", 1))
+    with pytest.raises(FormatError, match="do not divide"):
+        ckpt.read(folder)
+    described.write_text(text.replace('"shape":[3,4]', '"shape":[1048576,1048576]'))
+    with pytest.raises(HostileError, match="chunks"):
+        ckpt.read(folder)
 
 
 def copied(folder: Path) -> Path:
@@ -169,7 +226,7 @@ def test_the_limit_of_a_chunk_counts_the_bytes_that_are_decoded(tmp_path: Path) 
         ckpt.read(folder)
     with (
         ckpt.limits(chunk_bytes=EMBED.nbytes - 1),
-        pytest.raises(HostileError, match=r"zarray: a chunk: chunk_bytes would be 48"),
+        pytest.raises(HostileError, match=r"embed/0\.0: a chunk: chunk_bytes would be 48"),
     ):
         ckpt.read(folder)
     array(folder, compressor=None)
@@ -223,6 +280,9 @@ def test_absurd_chunks_are_hostile(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["c.safetensors", "c.npz", "c.gguf"])
 def test_weights_of_which_none_can_be_read_are_refused(tmp_path: Path, name: str) -> None:
+    folder = copied(tmp_path)
+    for described in folder.glob("*/.zarray"):
+        described.write_text(described.read_text().replace("zstd", "blosc"))
     with pytest.raises(UnsupportedError, match=r"5 objects are shown and never made \(layers"):
-        ckpt.convert(of_version_3(tmp_path), tmp_path / name)
+        ckpt.convert(folder, tmp_path / name)
     assert not (tmp_path / name).exists()

@@ -15,6 +15,7 @@ SHAPES = {"embed": (3, 4), "bias": (4,), "half": (2, 2)}
 
 
 def main() -> None:
+    import jax
     import jax.numpy as jnp
     import orbax.checkpoint as ocp
     import tensorstore
@@ -34,6 +35,28 @@ def main() -> None:
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=name == "ocdbt")
         with ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save(folder.absolute() / name, args=ocp.args.PyTreeSave(state))
+    shutil.rmtree(folder / "zarr3", ignore_errors=True)
+    small = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=16), state)
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True)
+    with ocp.Checkpointer(handler) as checkpointer:
+        saved = ocp.args.PyTreeSave(state, save_args=small)
+        checkpointer.save(folder.absolute() / "zarr3", args=saved)
+    shutil.rmtree(folder / "shards", ignore_errors=True)
+    numbers = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    shard = {
+        "chunk_shape": [2, 3],
+        "codecs": [*numbers, {"name": "zstd", "configuration": {"level": 1}}],
+        "index_codecs": [*numbers, {"name": "crc32c"}],
+    }
+    array = {
+        "shape": [10, 7],
+        "data_type": "float32",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [4, 6]}},
+        "codecs": [{"name": "sharding_indexed", "configuration": shard}],
+    }
+    place = f"file://{folder.absolute()}/shards/"
+    spec = {"driver": "zarr3", "kvstore": place, "metadata": array, "create": True}
+    tensorstore.open(spec).result().write(jnp.arange(1.0, 71.0).reshape(10, 7)).result()
     shutil.rmtree(folder / "deep", ignore_errors=True)
     config = {"max_decoded_node_bytes": 400, "max_inline_value_bytes": 20}
     base = f"file://{folder.absolute()}/deep/"
