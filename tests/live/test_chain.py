@@ -214,7 +214,7 @@ def test_a_version_is_a_checkpoint_for_every_reader(
     state = zeros()
     ckpt.load(url, state)
     assert torch.equal(state["matrix"], expected["matrix"])
-    with pytest.raises(ckpt.NotACheckpointError, match="such as .*version-00000003"):
+    with pytest.raises(ckpt.NotACheckpointError, match=r"such as .*version-00000003"):
         ckpt.load(tmp_path / "chain", state)
 
 
