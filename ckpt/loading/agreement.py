@@ -58,7 +58,6 @@ from formats.native.shard import Progress
 from formats.storage import LOCAL_READ_BYTES, REMOTE_READ_BYTES, memory_name
 from sharding.agreement.ranks import HASH_BITS, Ranks, result_or_error
 from sharding.describe.describing import describe
-from sharding.describe.members import LocalPart
 from sharding.errors import without_secrets
 
 if TYPE_CHECKING:
@@ -320,15 +319,17 @@ class KeptMatch:
     """The match of the last load from a live state, for the next one (see [Note: kept matches])."""
 
     def __init__(self) -> None:
-        self._key: object = None
-        self._match: Match | None = None
-        self._given: list[ref[torch.Tensor]] = []
+        self._kept: tuple[object, Match, list[ref[torch.Tensor]]] | None = None
+        """The key, the match without its targets, and these; one value, as threads may share it."""
 
     def take(self, key: object, state: object, ranks: Ranks) -> Match | None:
         """Returns the match if it is that of this key."""
-        found = self._match
-        given = [tensor for one in self._given if (tensor := one()) is not None]
-        if found is None or key is None or key != self._key or len(given) < len(self._given):
+        kept = self._kept
+        if kept is None or key is None:
+            return None
+        own_key, found, known = kept
+        given = [tensor for one in known if (tensor := one()) is not None]
+        if key != own_key or len(given) < len(known):
             return None
         check_mode()
         targets = [Target(one, describe(one, "", ranks.mesh)[0]) for one in given]
@@ -338,11 +339,11 @@ class KeptMatch:
         """Keeps a match, unless a later load has more to do than to read tensors."""
         others = (found.installs, found.checks, found.differences, found.unexpected, found.shared)
         given = [target.given for target in found.targets]
-        self._match, self._given = None, []
-        if key is not None and not any(others) and not any(isinstance(g, LocalPart) for g in given):
-            self._key = key
-            self._match = replace(found, targets=[], install=type(None))
-            self._given = [ref(one) for one in given if isinstance(one, torch.Tensor)]
+        known = [ref(one) for one in given if isinstance(one, torch.Tensor)]
+        is_whole = key is not None and not any(others) and len(known) == len(given)
+        self._kept = (
+            (key, replace(found, targets=[], install=type(None)), known) if is_whole else None
+        )
 
 
 _KEPT: WeakValueDictionary[tuple[str, int, str], KeptMatch] = WeakValueDictionary()
@@ -402,9 +403,11 @@ def _module_key(module: nn.Module, key: list[object]) -> bool:
         or any(own.get(hooks) for hooks in _HOOKS)
     ):
         return False
-    tensors = own.get("_parameters", {}) | own.get("_buffers", {})
-    hidden = own.get("_non_persistent_buffers_set", ())
-    key.append((id(module), kind, *tensors, *own["_modules"], *hidden))
+    parts: list[Any] = [own.get(name) for name in ("_parameters", "_buffers", "_modules")]
+    if not all(isinstance(part, dict) for part in parts):  # of a compiled script
+        return False
+    tensors, hidden = {**parts[0], **parts[1]}, own.get("_non_persistent_buffers_set", ())
+    key.append((id(module), kind, *map(len, parts), *tensors, *own["_modules"], *hidden))
     return all(tensor is None or _target_key(tensor, key) for tensor in tensors.values()) and all(
         one is None or _module_key(one, key) for one in own["_modules"].values()
     )

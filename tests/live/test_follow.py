@@ -271,6 +271,21 @@ def test_names_that_only_a_new_version_has_or_lacks_are_an_error_for_a_follower_
             ckpt.load(next(versions).url, target)
 
 
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_follower_loads_into_a_compiled_script_each_time(offer: Offer, tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    script = torch.jit.script(nn.Linear(3, 2))
+    versions = ckpt.follow(offer.url, timeout=60)
+    next(versions)
+    for number in (2, 3):
+        nn.init.constant_(model.weight, number)
+        ckpt.save(tmp_path / f"v{number}", {"model": model})
+        offer.publish(number, tmp_path / f"v{number}")
+        ckpt.load(next(versions).url, {"model": script})
+        assert torch.equal(script.weight, model.weight)
+
+
 def test_a_follower_keeps_no_model_alive_and_loads_from_other_places_too(
     offer: Offer, folder: Path
 ) -> None:
