@@ -280,7 +280,7 @@ def _remedy(
             f"\n  Give the target these entries as well. Or call {call} with {others}, with "
             "include= and patterns of the target's names, or with strict=False, which skips them."
         )
-    renaming = "rename= if names have changed; with " if may_rename else ""
+    renaming = "rename= if names have changed; with " if may_rename and missing else ""
     return (
         f"\n  Call {call} with {renaming}exclude= and patterns of these names, which then stay "
         "as they are; or with strict=False, which leaves all that differs in name or shape as it "

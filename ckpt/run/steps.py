@@ -166,7 +166,7 @@ def check_no_foreign_steps(url: str, options: Options) -> None:
     """
     with suppress(FileNotFoundError), open_store(url, options) as store:
         numbered = [name for name in store.folders() if any(map(str.isdecimal, name))]
-        for name in sorted(numbered, key=natural)[-LOOKS:]:
+        for name in sorted(numbered, key=natural, reverse=True)[:LOOKS]:
             entries = store.entries(name)
             other = folder_format(entries)
             if step_of(name) is not None and other is not None:
