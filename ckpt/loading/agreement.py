@@ -12,6 +12,7 @@ A job that follows a live state loads equal names into the same tensors again an
 2. It is used if the catalog has the same names, shapes and dtypes, and the target consists of the
    same modules and tensors in the same memory: `_target_key` lists all that the match depends on.
 3. It holds no tensor of the target: a model that the program drops is freed.
+4. The plan is made anew, as each version has files and checksums of its own.
 """
 
 from __future__ import annotations

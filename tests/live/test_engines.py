@@ -8,6 +8,7 @@ from pathlib import Path
 from runpy import run_path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 from weakref import ref
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import ckpt
 from ckpt.integrations.engines import EngineWeights
+from ckpt.live.store import LiveStore
 from tests.live.offered import RUNTIME
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "live.md"
@@ -146,6 +148,28 @@ def test_a_bucket_at_a_time_fills_an_engine_that_takes_named_tensors(
     for pairs in EngineWeights(published.url, select="model").buckets(300):
         update_weights_from_tensor(pairs, flush_cache=False)
     check(engines, model)
+
+
+@pytest.mark.thorough
+def test_weights_that_are_held_get_the_differences_alone(
+    live: tuple[Trained, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"model": {"w": torch.randn(300, 400).bfloat16()}, "step": 1}
+    held: dict[str, Tensor] = {}
+    monkeypatch.setenv(RUNTIME, str(tmp_path / "runtime"))
+    with ckpt.publish(state, "held") as published:
+        for version in (1, 2, 3):
+            monkeypatch.setenv(RUNTIME, str(tmp_path / "another host"))
+            weights = EngineWeights(published.url, select="model", held=held)
+            with patch.object(
+                LiveStore, "_fetch", autospec=True, side_effect=LiveStore._fetch
+            ) as f:
+                assert torch.equal(dict(weights)["w"], state["model"]["w"])
+            sizes = [sum(map(len, call.args[4])) for call in f.call_args_list]
+            assert (max(sizes) > 60_000) == (version == 1)
+            monkeypatch.setenv(RUNTIME, str(tmp_path / "runtime"))
+            state["model"]["w"][::50] += 1
+            published.update().wait(60)
 
 
 def megatron(model: Trained, kv_heads: int) -> dict[str, Tensor]:
