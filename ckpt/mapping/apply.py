@@ -26,8 +26,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckpt.mapping.members import Group, Indices, Member, Texts, member_of
-from ckpt.mapping.rules import Rule, TensorMapping, name_with
+from ckpt.mapping.members import Group, Indices, Member, Texts, member_of, shared_axes
+from ckpt.mapping.rules import Rule, TensorMapping, name_axes, name_with
 from ckpt.state.patterns import is_plain, matches, no_name, prefix_in, renamer
 from ckpt.state.saved import holds_tensor, leaves
 from formats.catalog import Catalog, Key, TensorRecord, TensorRef, Tree, join
@@ -239,20 +239,24 @@ class _Changed:
 
     def _of_group(self, rule: Rule, texts: Texts, group: _Named) -> dict[str, _Made]:
         records: dict[tuple[int, Indices], TensorRecord] = {}
-        stored: list[str] = []
-        for name, member in group:
+        names: dict[Indices, list[str]] = {}
+        stored: dict[Indices, list[str]] = {}
+        axes = name_axes(rule.sources[0])
+        shared = [axes.index(axis) for axis in shared_axes(rule)]
+        for name, member in sorted(group, key=_place):
             ref = self.leaves[name]
             assert isinstance(ref, TensorRef)
             records[member.part, member.indices] = self.catalog.tensors[ref.name]._replace(
                 name=name
             )
-            stored.append(ref.name)
+            place = tuple(member.indices[at] for at in shared)
+            names.setdefault(place, []).append(name)
+            stored.setdefault(place, []).append(ref.name)
         targets = Group(rule, texts, records, self.parameters).targets()
-        names = tuple(name for name, _ in sorted(group, key=_place))
-        alike = str(rule.rearrange), tuple(rule.sizes.items()), rule.parts, tuple(stored)
+        alike = str(rule.rearrange), tuple(rule.sizes.items()), rule.parts
         return {
-            new: _Made(names, record, (*alike, number))
-            for number, (new, record) in enumerate(targets.items())
+            new: _Made(tuple(names[place]), record, (*alike, tuple(stored[place]), number))
+            for number, (new, (record, place)) in enumerate(targets.items())
         }
 
 

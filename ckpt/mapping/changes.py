@@ -129,39 +129,37 @@ class Changes:
                 rule matches no name, or a mapping does not fit.
             UnsupportedError: a top entry has an empty name.
         """
-        return self._map(source)[1]
+        changes = self.resolved(source)
+        return changes._mapped(source, changes.mappings)
 
     def resolved(self, source: Source) -> Changes:
         """Returns the changes with the mappings in the place of `auto` (rule 6).
 
-        Raises ArgumentError as `apply` does.
+        Raises ArgumentError, also as `apply` does.
         """
         if all(mapping.rules for mapping in self.mappings):
             return self
-        named = len(self.mappings) - bool(self.rename) - bool(self.prefix)
-        return replace(self, mapping=self._map(source)[0][:named])
+        used: list[TensorMapping] = []
+        for mapping in self.mappings[: len(self.mappings) - bool(self.rename) - bool(self.prefix)]:
+            used.append(mapping if mapping.rules else self._find(mapping.name, used, source))
+        return replace(self, mapping=tuple(used))
 
-    def _map(self, source: Source) -> tuple[list[TensorMapping], Mapped]:
-        """Returns the mappings, and the catalog after them."""
+    def _mapped(self, source: Source, mappings: Sequence[TensorMapping]) -> Mapped:
+        """Returns the catalog after mappings."""
         place = self.select or "" if self.part is None else _place(source, self.part)
-        mapped, used = _chosen(source, place, self.selection), list[TensorMapping]()
+        mapped = _chosen(source, place, self.selection)
         config = self._config_if_used(source)
-        for mapping in self.mappings:
-            if mapping.rules:
-                mapped = map_catalog(mapped, mapping, self._parameters(mapping, config))
-            else:
-                mapping, mapped = self._find(mapping.name, mapped, config, source.url)
-            used.append(mapping)
-        return used, mapped
+        for mapping in mappings:
+            mapped = map_catalog(mapped, mapping, self._parameters(mapping, config))
+        return mapped
 
-    def _find(
-        self, name: str, before: Mapped, config: Mapping[str, object], url: str
-    ) -> tuple[TensorMapping, Mapped]:
-        """Returns the mapping that a name stands for, and the catalog after it (rule 6)."""
+    def _find(self, name: str, before: list[TensorMapping], source: Source) -> TensorMapping:
+        """Returns the mapping that a name stands for, after others (rule 6)."""
         ways = [one for one in mapping_names() if one.endswith(name.removeprefix("auto"))]
+        config = self._config_if_used(source)
         kind = config.get("model_type")
         known = [one for one in map(find_mapping, ways) if kind in one.model_types]
-        where = f"{without_secrets(url)}: {name!r}"
+        where = f"{without_secrets(source.url)}: {name!r}"
         if not known:
             raise ArgumentError(
                 f"{where} is chosen by the model_type in a config.json, "
@@ -173,17 +171,19 @@ class Changes:
                 + ("" if kind else "; give config=, the folder of the model")
                 + f"; or name a mapping: {', '.join(ways)}"
             )
-        fitting, unfit = list[tuple[TensorMapping, Mapped]](), list[str]()
+        if len(known) == 1:
+            return known[0]
+        catalog, fitting, unfit = self._mapped(source, before), list[TensorMapping](), list[str]()
         for mapping in known:
             try:
-                sizes = self._parameters(mapping, config)
-                fitting.append((mapping, map_catalog(before, mapping, sizes)))
+                map_catalog(catalog, mapping, self._parameters(mapping, config))
+                fitting.append(mapping)
             except ArgumentError as error:
-                unfit.append(f"{mapping.name}: {error}")
+                unfit.append(str(error))
         if not fitting:
             raise ArgumentError(f"{where}: no mapping for {kind!r} fits:\n" + "\n".join(unfit))
         if len(fitting) > 1:
-            names = ", ".join(mapping.name for mapping, _ in fitting)
+            names = ", ".join(mapping.name for mapping in fitting)
             raise ArgumentError(f"{where}: several mappings for {kind!r} fit; name one: {names}")
         return fitting[0]
 

@@ -82,6 +82,17 @@ def member_of(rule: Rule, name: str) -> Member | None:
     return None
 
 
+def shared_axes(rule: Rule) -> tuple[str, ...]:
+    """Returns the axes that the names of both sides have: a target is of sources with its indices.
+
+    >>> from ckpt.mapping.rules import Rearrange
+    >>> shared_axes(Rule(("a.{e}",), ("b.{e}",), Rearrange.parse("i -> i", "rule")))
+    ('e',)
+    """
+    axes = name_axes(rule.targets[0])
+    return tuple(axis for axis in name_axes(rule.sources[0]) if axis in axes)
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """The tensors of a rule with the same texts in their names."""
@@ -92,8 +103,8 @@ class Group:
     """By the number of the source, and the indices."""
     parameters: Mapping[str, int]
 
-    def targets(self) -> dict[str, TensorRecord]:
-        """Returns the tensors by their new names.
+    def targets(self) -> dict[str, tuple[TensorRecord, Indices]]:
+        """Returns the tensors by their new names, with the indices of `shared_axes` in these.
 
         Raises:
             ArgumentError: members are missing, or shapes, dtypes and sizes do not fit.
@@ -219,10 +230,12 @@ class Group:
             "has another: they cannot be put together"
         )
 
-    def _parts_of(self, array: _Array, right: Dims, dtype: DType) -> dict[str, TensorRecord]:
+    def _parts_of(
+        self, array: _Array, right: Dims, dtype: DType
+    ) -> dict[str, tuple[TensorRecord, Indices]]:
         """Returns the targets: parts of the array, in the order of their axes."""
-        found: dict[str, TensorRecord] = {}
-        axes = name_axes(self.rule.targets[0])
+        found: dict[str, tuple[TensorRecord, Indices]] = {}
+        axes, shared = name_axes(self.rule.targets[0]), shared_axes(self.rule)
         counts = [array.size(axis) for axis in axes]
         for number, (lo, hi) in enumerate(self._ranges(array)):
             for indices in product(*map(range, counts)):
@@ -232,7 +245,8 @@ class Group:
                 name = name_with(self.rule.targets[number], self.texts, named)
                 if name in found:
                     raise ArgumentError(f"{self.rule.where}: two tensors get the name {name}")
-                found[name] = TensorRecord(name, view.shape, dtype, ViewPieces(view))
+                record = TensorRecord(name, view.shape, dtype, ViewPieces(view))
+                found[name] = record, tuple(named[axis] for axis in shared)
         return found
 
     def _ranges(self, array: _Array) -> list[tuple[int, int]]:

@@ -295,6 +295,32 @@ def test_a_rule_holds_where_a_name_that_it_requires_is_there_in_both_directions(
     assert mapping.inverse().inverse().rules == mapping.rules
 
 
+def test_the_tensors_of_an_expert_come_from_those_of_this_expert_alone() -> None:
+    mapping = parse_mapping(
+        """
+        [[rule]]
+        from = ["l.*.e.{e}.gate", "l.*.e.{e}.up"]
+        to = "d.*.x.{e}.fc1"
+        rearrange = "* ... -> * ..."
+        [[rule]]
+        from = "l.*.{t}.{e}.down"
+        to = "d.*.down.{e}"
+        rearrange = "... -> t ..."
+        """,
+        "experts",
+    )
+    parts = [f"e.{expert}.{name}" for expert in range(2) for name in ("gate", "up")]
+    names = [f"l.0.{part}" for part in (*parts, *(f"{t}.{e}.down" for t in "01" for e in "01"))]
+    catalog, _ = catalog_of({name: numbered(2) for name in names})
+    there = map_catalog(Mapped.identity(catalog), mapping, {})
+    assert there.origins == {
+        "d.0.x.0.fc1": ("l.0.e.0.gate", "l.0.e.0.up"),
+        "d.0.x.1.fc1": ("l.0.e.1.gate", "l.0.e.1.up"),
+        "d.0.down.0": ("l.0.0.0.down", "l.0.1.0.down"),
+        "d.0.down.1": ("l.0.0.1.down", "l.0.1.1.down"),
+    }
+
+
 def test_tensors_of_two_dtypes_do_not_become_one() -> None:
     catalog, _ = catalog_of({"a": numbered(4), "b": numbered(4)})
     other = catalog.tensors["b"]._replace(dtype=BY_NAME["F64"])
