@@ -7,7 +7,8 @@ A plan is made of layouts, which are symbolic: what a rank computes to save or t
 computed here for any rank of any number. Every figure is what one rank does, alone, in CPU seconds;
 nothing is kept from one rank to the next. What depends on all ranks is measured in full: the
 manifest, with a file for each, and torch DCP's global plan, which its rank 0 makes of all ranks'
-plans.
+plans. So is the agreement: rank 0 is real, and another process plays the others, with a connection
+for each, at once. 64 real ranks save and load last. The table of requests is arithmetic.
 """
 
 from __future__ import annotations
@@ -15,23 +16,38 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import socket
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
 
 import big_models
 import dcp_plans
 import report
 import torch
+import torch.distributed as dist
 import xxhash
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
+import ckpt
 from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
 from ckpt.plan.save_plan import WriteItem, choose_layouts, plan_save
 from ckpt.state.flatten import FlatState, Leaf
 from ckpt.state.merged_state import state_hashes, summary
 from ckpt.state.state_spec import StateSpec, merge_specs
+from ckpt.stores.driver import PartLimits
+from ckpt.stores.object_writes import PartSizes
 from formats.catalog import Catalog, TensorRef
 from formats.errors import SizeError, TooLargeError
 from formats.native import reader
@@ -40,6 +56,8 @@ from formats.native.shard import ALIGN, CHUNK_BYTES, RECORD, TABLE
 from formats.safetensors.file import build
 from formats.storage import LOCAL_READ_BYTES
 from sharding.agreement.call_events import pause_collection
+from sharding.agreement.channel import Kind, Link, Message
+from sharding.agreement.coordinator import Coordinator
 from sharding.layout import Mesh
 
 T = TypeVar("T")
@@ -329,9 +347,8 @@ def rival_rows(ranks: int) -> list[list[str]]:
     tensors = weights(ranks)
     described = StateSpec(tensors, {}, {name: TensorRef(name) for name in tensors})
     targets = [weights(to) for to in (max(1, ranks // 32), ranks, 2 * ranks)]
-    state = flat(described)
     planning = max(
-        timed(functools.partial(plan_save, described, state, rank))[1]
+        timed(functools.partial(planned_save, described, rank))[1]
         for rank in _spaced(ranks, SAMPLED)
     )
     manifest = dump(manifest_of(described, choose_layouts(tensors), ranks))
@@ -368,6 +385,201 @@ def rival_table(worlds: Sequence[int]) -> report.Table:
     return report.Table("Planning, 1,000 tensors over W ranks, CPU seconds", columns + loads, rows)
 
 
+# The agreement: one operation of all ranks.
+
+OPERATIONS = 5
+"""The least time of so many counts."""
+OF_A_RANK = bytes(128)
+"""The record of a rank, as long as that of the file it has written."""
+SECONDS = 600.0
+
+
+def _message(number: int) -> Message:
+    return Message(Kind.HERE, 1, number, "ckpt.save", "writing", SECONDS, None, OF_A_RANK)
+
+
+def _play(port: int, ranks: int, connection: Connection) -> None:
+    """Plays all ranks but rank 0."""
+    sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(1, ranks)]
+    connection.send("connected")
+    for number in range(1, OPERATIONS + 1):
+        connection.recv()
+        packed = _message(number).pack()
+        for one in sockets:
+            one.sendall(packed)
+        connection.send("sent")
+        for one in sockets:
+            one.recv(1 << 16)
+    connection.recv()
+
+
+def agreement_row(ranks: int) -> list[str]:
+    """The processor time of rank 0 and of the others, in an operation that all ranks wait for."""
+    ours, theirs = multiprocessing.get_context("fork").Pipe()
+    cpu = seconds = float("inf")
+    with socket.create_server(("127.0.0.1", 0), backlog=ranks) as listener:
+        port = listener.getsockname()[1]
+        others = multiprocessing.get_context("fork").Process(
+            target=_play, args=(port, ranks, theirs)
+        )
+        others.start()
+        rank_0: Any = Coordinator(None, ranks)  # type: ignore[arg-type]
+        for rank in range(1, ranks):
+            link = rank_0._links[rank] = Link(listener.accept()[0])
+            rank_0._selector.register(link, 1, rank)
+        ours.recv()
+        with rank_0.call("ckpt.save", SECONDS) as call:
+            for _ in range(OPERATIONS):
+                ours.send("go")
+                ours.recv()
+                start = time.process_time(), time.perf_counter()
+                answer = rank_0.meet(call, "writing", OF_A_RANK, None, lambda records: records[-1])
+                cpu = min(cpu, time.process_time() - start[0])
+                seconds = min(seconds, time.perf_counter() - start[1])
+                if answer != OF_A_RANK:
+                    raise RuntimeError(f"the answer is {answer}")
+        ours.send("end")
+        others.join()
+        rank_0.forget()
+    nbytes = (ranks - 1) * len(_message(1).pack())
+    return [
+        f"{ranks:,}",
+        f"{cpu * 1e3:.1f}",
+        f"{cpu / ranks * 1e6:.1f}",
+        f"{seconds * 1e3:.1f}",
+        f"{nbytes / 1e6:.2f}",
+        f"{ranks - 1:,}",
+    ]
+
+
+def agreement_table(worlds: Sequence[int]) -> report.Table:
+    """One operation; a save has three, a load two."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    rows = [agreement_row(ranks) for ranks in worlds if ranks + 100 < hard]
+    columns = ("W", "CPU ms, rank 0", "µs a rank", "ms, at rank 0", "MB received", "descriptors")
+    return report.Table("One agreement of all ranks", columns, rows)
+
+
+# Requests to an object store.
+
+HOSTS, RANKS_A_HOST = 1024, 8
+PREFIX_REQUESTS = 3_500
+"""PUT, COPY, POST and DELETE requests a second and prefix, by Amazon's documentation of S3."""
+HOST_BYTES = 12.5e9
+"""The bytes a second of a host's network: 100 Gbit."""
+S3 = PartLimits(least_bytes=5 << 20, most=10_000)
+BUDGETS = (64 << 20, 512 << 20, 1 << 30)
+"""The memory budgets of a rank's writer."""
+
+
+def request_table(models: Sequence[big_models.Model]) -> report.Table:
+    """A save by many hosts: requests and bytes, and the seconds that each of them takes alone."""
+    ranks, rows = HOSTS * RANKS_A_HOST, []
+    for model in models:
+        stored = big_models.whole(model, big_models.fsdp, ranks).tensors.values()
+        total = sum(tensor.dtype.nbytes(tensor.shape) for tensor in stored)
+        for budget in BUDGETS:
+            nbytes = total // ranks
+            part = PartSizes.within(budget, S3).part_bytes
+            requests = 1 if nbytes < part else -(-nbytes // part) + 2
+            rows.append(
+                [
+                    model.name,
+                    f"{nbytes / 1e6:,.0f}",
+                    f"{budget >> 20}",
+                    f"{part >> 20}",
+                    f"{requests}",
+                    f"{requests * ranks:,}",
+                    f"{requests * ranks / PREFIX_REQUESTS:.0f}",
+                    f"{nbytes * RANKS_A_HOST / HOST_BYTES:.1f}",
+                    f"{-(-ranks // 1000)}",
+                ]
+            )
+    columns = ("", "MB a rank", "budget MiB", "part MiB", "requests a rank", "all requests")
+    more = ("s, requests of one prefix", "s, bytes of a host", "pages of a listing")
+    return report.Table(f"A save to S3 by {HOSTS:,} hosts", (*columns, *more), rows)
+
+
+# Real ranks.
+
+REAL_RANKS = 64
+
+
+def _on_real_rank(rank: int, ranks: int, folder: str) -> dict[str, float]:
+    """CPU seconds of the second save, a load and a background save; descriptors."""
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
+
+    def state(value: float) -> dict[str, DTensor]:
+        part = torch.full((4, 256), value)
+        return {f"layers.{i}": DTensor.from_local(part + i, mesh, [Shard(0)]) for i in range(50)}
+
+    saved, target, found = state(rank), state(-1), {}
+    before = len(os.listdir("/proc/self/fd"))
+    ckpt.save(f"{folder}/first", saved)
+    ckpt.load(f"{folder}/first", state(-1))
+    actions: dict[str, Callable[[], object]] = {
+        "save": lambda: ckpt.save(f"{folder}/a", saved),
+        "load": lambda: ckpt.load(f"{folder}/a", target),
+        "save, blocking=False": lambda: ckpt.save(f"{folder}/b", saved, blocking=False).wait(),
+    }
+    for name, action in actions.items():
+        dist.barrier()
+        start = time.process_time()
+        action()
+        found[name] = time.process_time() - start
+    if not all(torch.equal(target[n].to_local(), saved[n].to_local()) for n in saved):
+        raise RuntimeError("what was loaded is not what was saved")
+    found["descriptors"] = len(os.listdir("/proc/self/fd")) - before
+    dist.barrier()
+    return found
+
+
+def _fork_ranks(ranks: int, folder: str) -> list[dict[str, float]]:
+    """What each of so many forked processes finds: none imports torch anew."""
+    processes = []
+    for rank in range(ranks):
+        if process := os.fork():
+            processes.append(process)
+            continue
+        try:
+            found = _on_real_rank(rank, ranks, folder)
+            Path(folder, f"{rank}.json").write_text(json.dumps(found))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    statuses = [os.waitpid(process, 0)[1] for process in processes]
+    if any(statuses):
+        raise RuntimeError("a rank has failed")
+    return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def real_table(ranks: int = REAL_RANKS) -> report.Table:
+    """50 tensors over real ranks of one machine, which save and load them."""
+    folder = tempfile.mkdtemp()
+    try:
+        found = _fork_ranks(ranks, folder)
+        if ckpt.verify(f"{folder}/b").problems:
+            raise RuntimeError("the background save is damaged")
+    finally:
+        shutil.rmtree(folder)
+    rows = [
+        [
+            name,
+            f"{found[0][name] * 1e3:.1f}",
+            f"{statistics.median(rank[name] for rank in found[1:]) * 1e3:.1f}",
+            f"{sum(rank[name] for rank in found):.2f}",
+        ]
+        for name in found[0]
+        if name != "descriptors"
+    ]
+    first, *others = (int(rank["descriptors"]) for rank in found)
+    title = f"{ranks} real ranks; new descriptors: {first} on rank 0, {max(others)} elsewhere"
+    return report.Table(title, ("", "CPU ms, rank 0", "median of the others", "all, s"), rows)
+
+
 def tables(short: bool = False) -> Iterator[report.Table]:
     """All of them; the short form has two worlds and one model."""
     worlds = SHORT_WORLDS if short else WORLDS
@@ -378,6 +590,10 @@ def tables(short: bool = False) -> Iterator[report.Table]:
     yield saving_table(models, worlds)
     yield resharding_table(models, (256,) if short else (64, 256, 1024))
     yield merging_table(models[0], worlds)
+    yield agreement_table(worlds)
+    yield request_table(models)
+    if not short:
+        yield real_table()
 
 
 def main() -> None:
