@@ -242,7 +242,7 @@ def test_a_delta_that_is_damaged_on_its_way_is_read_whole(
             return DAMAGE[damage](bytearray(data), chance) if proxy.deltas > first else data
 
         proxy.hook = hook
-        for _ in range(3):
+        for _ in range(2):
             proxy.deltas = 0
             assert is_version(ckpt.load(proxy.url, state_of(0)), 1)
             assert proxy.deltas == 1 + first
