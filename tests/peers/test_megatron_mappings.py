@@ -585,18 +585,17 @@ def test_a_torch_dist_folder_becomes_the_hugging_face_folder(
     model.load_state_dict(torch.load(tmp_path / "m.pt", weights_only=True), strict=False)
     (tmp_path / "dist").mkdir()
     dist_checkpointing.save(model.sharded_state_dict(), str(tmp_path / "dist"))
-    model_name = mapping.split("-")[0]
     norms = [LOCAL_NORMS] if "num_moe_experts" in options else []
-    between = ["megatron-dist-layers", *norms, f"{model_name}-megatron-hf"]
+    between = ["megatron-dist-layers", *norms, "auto"]
     if "moe_layer_freq" in options or name == "nemotron-h":
         parts = ["megatron-dist-mamba"] if name == "nemotron-h" else []
-        between = ["megatron-dist-experts", *parts, "megatron-local-te", between[-1]]
+        between = ["megatron-dist-experts", *parts, "megatron-local-te", "auto"]
     ckpt.convert(
         tmp_path / "dist",
         tmp_path / "back",
         to="hf",
         mapping=between,
-        parameters=None if name == "deepseek" else {"heads": HEADS, "kv_heads": GROUPS},
+        config=tmp_path / "hf",
         verify=True,
     )
     assert ckpt.diff(tmp_path / "hf", tmp_path / "back").equal
