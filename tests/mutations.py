@@ -524,8 +524,8 @@ MUTATIONS = (
     ),
     Mutation(
         "stores: only what is old is removed",
-        "again = {_key(one) for one in _find_left_overs(store, place, places, age) if one.is_old}",
-        "again = {_key(one) for one in _find_left_overs(store, place, places, age)}",
+        "for left_over in _find_left_overs(store, place, places, age)\n                if left_over.is_old",
+        "for left_over in _find_left_overs(store, place, places, age)\n",
         "ckpt/collecting tools/gc",
     ),
     # Live states, runs and conversions.
@@ -603,7 +603,7 @@ MUTATIONS = (
     ),
     Mutation(
         "live: columns of the checkpoint are compared by each rank",
-        "return all(one.dim < dims for one in cuts)",
+        "return all(cut.dim < dims for cut in cuts)",
         "return True",
         "ckpt/check_shares",
     ),
@@ -705,7 +705,7 @@ MUTATIONS = (
     ),
     Mutation(
         "run: a damaged checkpoint takes no place",
-        "newest_steps(one for one in steps if not one.is_damaged)",
+        "newest_steps(step for step in steps if not step.is_damaged)",
         "newest_steps(steps)",
         "run/retention",
     ),
@@ -741,8 +741,8 @@ MUTATIONS = (
     ),
     Mutation(
         "run: a folder such as step-007 is no step",
-        "if found is None or folder_name(int(found[1])) != name:",
-        "if found is None:",
+        "if matched is None or folder_name(int(matched[1])) != name:",
+        "if matched is None:",
         "run/checkpointer",
     ),
     Mutation(
