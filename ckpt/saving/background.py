@@ -369,7 +369,7 @@ def _abandon(handle: SaveHandle, staged: list[_Staged]) -> None:
 def _let_go(staged: list[_Staged]) -> None:
     """Lets no optimizer step wait for copies that are never written."""
     while staged:
-        _attempt(lambda: staged.pop().staging.end())
+        _attempt(lambda: staged.pop().staging.finish())  # no thread that helps copies on
 
 
 def _name_of(error: Exception | None) -> str:

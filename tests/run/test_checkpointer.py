@@ -30,6 +30,7 @@ from torch.optim import optimizer
 import ckpt
 from ckpt.run.owner import git_revision
 from ckpt.run.steps import metrics_text
+from ckpt.saving.writers import arena_writer
 from ckpt.stores import local_store
 from ckpt.transfer.facts import step_of
 from tests.conftest import Program, RankDied
@@ -224,6 +225,25 @@ def test_a_run_prepares_its_first_save_at_its_first_step(tmp_path: Path) -> None
         assert train(run, state_of(0), range(1, 4)) == []
     calls = [event.call for event in events if not event.stage]
     assert calls.count("ckpt.prepare") == 1
+
+
+def test_the_saves_of_all_tiers_share_one_bound_on_host_memory(tmp_path: Path) -> None:
+    model = torch.nn.Linear(600, 600)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = {"model": model, "optim": optimizer}
+    bound: Any = {"host_memory": "1MiB", "local": tmp_path / "near", "local_every_steps": 1}
+    with ckpt.Checkpointer(tmp_path / "far", every_steps=6, **bound) as run:
+        for step in range(1, 7):  # the arena has the size of its last saves
+            model(torch.ones(600)).sum().backward()
+            optimizer.step()
+            assert run.save(step, state)
+        run.wait_until_finished()
+        assert arena_writer().arena.size <= 1 << 20
+    assert ckpt.read(tmp_path / "far/step-6")["model"]["weight"].equal(model.weight)  # type: ignore[index]
+    assert not ckpt.verify(tmp_path / "near/step-5").problems
+    for more in ({"memory": ckpt.Memory()}, {"also": ckpt.HuggingFace("hf/step-{step}")}):
+        with pytest.raises(ckpt.ArgumentError, match="leave out one of them"):
+            ckpt.Checkpointer(tmp_path / "far", host_memory="1MiB", **more)
 
 
 def test_a_run_that_waits_for_its_saves_makes_no_copy_of_the_state(tmp_path: Path) -> None:
