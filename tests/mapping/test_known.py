@@ -177,6 +177,10 @@ def test_grouped_experts_of_megatron_have_the_weights_of_an_mlp_each(tmp_path: P
     own, there = f"{one}.local_experts.2.linear_fc1.weight", f"{one}.linear_fc1.weight2"
     assert torch.equal(grouped[there], apart[own])
     assert_equal(converted(tmp_path, grouped, "megatron-grouped-experts"), apart)
+    single = converted(tmp_path, apart, "megatron-gated-single")
+    parts = [single[f"{one}.experts.2.linear_fc1.weight_{part}"] for part in "wv"]
+    assert torch.equal(torch.cat(parts), apart[own])
+    assert_equal(converted(tmp_path, single, "megatron-single-gated"), apart)
     assert_equal(converted(tmp_path, apart, "deepseekv3-megatron-hf"), hf)
 
 

@@ -572,9 +572,10 @@ def leaves_of(nest: Any) -> Iterator[Any]:
         yield nest
 
 
+@pytest.mark.parametrize("single", [False, True])
 @pytest.mark.parametrize("name", sorted({*MODELS} - {"qwen2", "mistral", "gpt2", "gemma-3"}))
 def test_a_torch_dist_folder_becomes_the_hugging_face_folder(
-    name: str, tmp_path: Path, parallel_state: None
+    name: str, single: bool, tmp_path: Path, parallel_state: None
 ) -> None:
     from megatron.core import dist_checkpointing
 
@@ -584,12 +585,16 @@ def test_a_torch_dist_folder_becomes_the_hugging_face_folder(
     model = megatron_model(name)
     model.load_state_dict(torch.load(tmp_path / "m.pt", weights_only=True), strict=False)
     (tmp_path / "dist").mkdir()
-    dist_checkpointing.save(model.sharded_state_dict(), str(tmp_path / "dist"))
+    metadata = {"singleton_local_shards": True} if single else None
+    state = model.sharded_state_dict(metadata=metadata)
+    dist_checkpointing.save(state, str(tmp_path / "dist"))
     norms = [LOCAL_NORMS] if "num_moe_experts" in options else []
     between = ["megatron-dist-layers", *norms, "auto"]
     if "moe_layer_freq" in options or name == "nemotron-h":
         parts = ["megatron-dist-mamba"] if name == "nemotron-h" else []
         between = ["megatron-dist-experts", *parts, "megatron-local-te", "auto"]
+    if single:
+        between = ["megatron-single-gated", *between[1:]]
     ckpt.convert(
         tmp_path / "dist",
         tmp_path / "back",
