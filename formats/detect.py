@@ -298,8 +298,12 @@ _MEGATRON = has_like(r"common\.pt|\.metadata")
 _DEEPSPEED = r"(zero_pp_rank_[0-9]{1,9}_)?mp_rank_[0-9]{1,9}_model_states\.pt"
 
 FOLDERS: tuple[FolderFormat, ...] = (
-    FolderFormat("megatron", both(has("metadata.json"), _MEGATRON), "megatron:read"),
-    FolderFormat("megatron", has("latest_checkpointed_iteration.txt"), "megatron:read"),
+    FolderFormat(
+        "megatron", both(has("metadata.json"), _MEGATRON), "training_folders:read_megatron"
+    ),
+    FolderFormat(
+        "megatron", has("latest_checkpointed_iteration.txt"), "training_folders:read_megatron"
+    ),
     FolderFormat("lightning", has("meta.pt", DCP_METADATA), "training_folders:read_lightning"),
     FolderFormat("dcp", has_like(r"(__[0-9]+)?\.metadata"), "dcp:read"),
     FolderFormat("trainer", both(has("trainer_state.json"), _TRAINED), "training_folders:read"),
