@@ -9,8 +9,8 @@ A policy has one of two forms, and every function that takes a policy accepts bo
   wrap the module (`recurse=False`). `nonwrapped_numel` counts the elements of its parameters: on
   the way down all of them, on the way up those that no wrapped submodule has.
 
-Names, arguments and answers are those of `torch.distributed.fsdp.wrap`. `sharding.fsdp1.wrap_plan`
-applies a policy to a module tree. This file does not know the runtime.
+Names, arguments and answers are those of `torch.distributed.fsdp.wrap`. This file does not know the
+runtime: `sharding.fsdp1.preparation` applies a policy to a module tree.
 """
 
 from __future__ import annotations

@@ -59,8 +59,7 @@ from formats.storage import Reader
 from sharding.agreement.ranks import result_or_error
 from sharding.errors import ArgumentError, describe_error
 from sharding.layout import Box, Piece
-from sharding.reshard.host_memory import HostMemory
-from sharding.reshard.redistribute import Move, redistribute
+from sharding.reshard.redistribute import HostMemory, Move, redistribute
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -46,7 +46,8 @@ from sharding.engine.unit import (
     units_of,
 )
 from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError
-from sharding.fsdp1.materialize import (
+from sharding.fsdp1.preparation import (
+    auto_wrap,
     broadcast_states,
     check_one_device,
     check_reachable,
@@ -56,9 +57,9 @@ from sharding.fsdp1.materialize import (
     device_given,
     materialize,
     own_modules,
+    plan_wraps,
     warn_of_host_memory,
 )
-from sharding.fsdp1.wrap_plan import auto_wrap, plan_wraps
 from sharding.policies import (
     BackwardPrefetch,
     MixedPrecision,

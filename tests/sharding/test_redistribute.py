@@ -28,8 +28,7 @@ from sharding.layout import (
     Split,
     StridedShard,
 )
-from sharding.reshard.host_memory import VARIABLE, HostMemory, shares_memory
-from sharding.reshard.redistribute import Move, redistribute
+from sharding.reshard.redistribute import VARIABLE, HostMemory, Move, redistribute, shares_memory
 from tests.kept_groups import kept
 
 WORLD = 4

@@ -21,7 +21,7 @@ from torch import nn
 
 from sharding import policies
 from sharding import wrap as our_wrap
-from sharding.fsdp1.wrap_plan import WrapPlan, auto_wrap, plan_wraps
+from sharding.fsdp1.preparation import WrapPlan, auto_wrap, plan_wraps
 from sharding.policies import MixedPrecision
 from sharding.wrap import (
     CustomPolicy,
