@@ -306,6 +306,20 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         | {"num_query_groups": HEADS, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_head_dim": 8}
         | {"qk_pos_emb_head_dim": 4, "v_head_dim": 16, "rotary_scaling_factor": 1.0},
     ),
+    "deepseek-v2": (
+        "DeepseekV2ForCausalLM",
+        HF
+        | ROUTED
+        | LATENT
+        | {"num_key_value_heads": HEADS, "q_lora_rank": None, "norm_topk_prob": False},
+        "deepseekv3-hf-megatron",
+        GATED
+        | {key: one for key, one in SCORED.items() if "score_f" not in key and "bias" not in key}
+        | {"multi_latent_attention": True, "qk_layernorm": True, "rope_type": "rope"}
+        | {"num_query_groups": HEADS, "q_lora_rank": None, "kv_lora_rank": 8, "qk_head_dim": 8}
+        | {"qk_pos_emb_head_dim": 4, "v_head_dim": 16, "rotary_scaling_factor": 1.0}
+        | {"moe_router_pre_softmax": True},
+    ),
     "glm-4.5": (
         "Glm4MoeForCausalLM",
         HF | ROUTED | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True} | PARTIAL,
