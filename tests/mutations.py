@@ -639,7 +639,7 @@ MUTATIONS = (
     ),
     Mutation(
         "memory: no other file is opened in its place",
-        "if _name(number) not in os.readlink(path):",
+        "if _memory_name(number) not in os.readlink(path):",
         "if False:",
         "sharding/redistribute",
     ),
