@@ -29,7 +29,15 @@ from ckpt.transfer.bases import base_files_beside, check_unused, is_as_it_was, m
 from ckpt.transfer.facts import Beside, Listing, facts_of, note
 from formats.detect import sign_of_another_format
 from formats.errors import FormatError, GoneError
-from formats.native.manifest import MANIFEST, Manifest, ShardFile, dump, load, read_manifest
+from formats.native.manifest import (
+    MANIFEST,
+    Manifest,
+    ShardFile,
+    dump,
+    file_names,
+    load,
+    read_manifest,
+)
 from sharding.errors import format_names
 
 GRACE_SECONDS = 24 * 3600.0
@@ -154,12 +162,12 @@ def _remove_replaced(store: Store, old: bytes) -> None:
         except OSError as error:
             staying["all of them"] = error
         else:
-            for file in load(old).files:
-                if not found.cover(folder, file.name):
+            for name in file_names(old):
+                if not found.cover(folder, name):
                     try:
-                        store.delete(file.name)
+                        store.delete(name)
                     except OSError as error:
-                        staying[file.name] = error
+                        staying[name] = error
     for first in [*staying.values()][:1]:
         warn(
             LeftOverWarning(

@@ -26,7 +26,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
@@ -40,6 +40,8 @@ from formats.native.manifest import (
     Base,
     BaseFile,
     Manifest,
+    is_table,
+    leading_entries,
     load,
     read_manifest,
 )
@@ -323,7 +325,7 @@ def _read(store: Store, with_bases: bool, for_index: bool, folder: str) -> Known
 def _facts_in(head: bytes) -> Facts:
     """Returns the facts in the start of a manifest, which may be damaged."""
     text = head.decode("utf-8", "replace")
-    known = _leading(text)
+    known = leading_entries(text)
     metadata = known.get("writer")
     if metadata is None:
         metadata = _writer_anywhere(text)
@@ -332,7 +334,7 @@ def _facts_in(head: bytes) -> Facts:
     # A manifest without bases goes on with its meshes. Names of bases are read from a manifest
     # whose digest was compared: a changed bit would make a base that is in use look free.
     bases = () if "meshes" in known and "bases" not in known else None
-    shards = _shards(row[0] for row in known["files"]) if _is_table(known.get("files")) else None
+    shards = _shards(row[0] for row in known["files"]) if is_table(known.get("files")) else None
     return Facts(_texts(metadata), bases, shards)
 
 
@@ -359,22 +361,6 @@ def facts_of(manifest: Manifest) -> Facts:
     )
 
 
-def _leading(text: str) -> dict[str, Any]:
-    """Returns the first entries of a JSON object without spaces, up to its files, or a cut."""
-    decoder, found, at = json.JSONDecoder(), dict[str, Any](), 1
-    try:
-        while text[at - 1] in "{," and "files" not in found:
-            key, at = decoder.raw_decode(text, at)
-            if text[at] != ":" or not isinstance(key, str):
-                break
-            value, at = decoder.raw_decode(text, at + 1)
-            found[key] = value
-            at += 1
-    except (ValueError, IndexError, RecursionError):
-        pass
-    return found
-
-
 def _writer_anywhere(text: str) -> object:
     """Returns the writer's metadata in a manifest whose beginning is damaged."""
     at = text.find('"writer":')
@@ -388,12 +374,6 @@ def _writer_anywhere(text: str) -> object:
 
 def _texts(metadata: Mapping[str, object]) -> dict[str, str]:
     return {key: value for key, value in metadata.items() if isinstance(value, str)}
-
-
-def _is_table(rows: object) -> bool:
-    return isinstance(rows, list) and all(
-        isinstance(row, list) and row and isinstance(row[0], str) for row in rows
-    )
 
 
 def _shards(names: Iterable[str]) -> dict[str, int] | None:
