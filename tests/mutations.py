@@ -354,7 +354,7 @@ MUTATIONS = (
         "commit: one of two deletions deletes the files",
         "    if now is None or not store.delete(MANIFEST):\n        return False\n",
         "    store.delete(MANIFEST)\n",
-        "interleavings/runs",
+        "ckpt/commit interleavings/runs",
     ),
     Mutation(
         "reading: a listing that is out of date is taken again",
@@ -719,7 +719,7 @@ MUTATIONS = (
         "run: a start is after all that it found",
         "self.epoch = 1 + max(",
         "self.epoch = max(",
-        "run/checkpointer",
+        "ckpt/run/steps.py run/checkpointer",
     ),
     Mutation(
         "run: a step whose save failed can be saved again",

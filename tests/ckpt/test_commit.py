@@ -19,6 +19,9 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt.stores.local_store import LocalStore
+from ckpt.stores.store import open_store
+from ckpt.transfer.commit import withdraw
+from tests.faults.faulty_store import Fault, Operation, failing
 
 CALLS = ("open", "writev", "pwrite", "fsync", "close", "link", "replace", "unlink")
 LOCAL = ("ckpt.stores.local_store", "ckpt.stores.local_files", "ckpt.stores.local_files")
@@ -259,3 +262,33 @@ def test_overwriting_a_damaged_checkpoint_deletes_nothing_it_names(tmp_path: Pat
     ckpt.save(tmp_path, new(), overwrite=True)
     assert found(str(tmp_path)) == "new"
     assert files < set(tmp_path.glob("*.safetensors"))
+
+
+def test_a_store_that_keeps_another_manifest_than_was_written_leaves_the_old_checkpoint(
+    tmp_path: Path,
+) -> None:
+    ckpt.save(tmp_path, old())
+
+    def lying(operation: Operation) -> Fault | None:
+        nonlocal count
+        is_first = operation.method == "commit" and operation.name == "manifest.json" and not count
+        count += is_first
+        return Fault.FLIP if is_first else None
+
+    count = 0
+    with failing(lying), pytest.raises(ckpt.StoreError, match="there before is restored"):
+        ckpt.save(tmp_path, new(), overwrite=True)
+    assert count == 1
+    assert found(str(tmp_path)) == "old"
+    assert ckpt.verify(tmp_path).sound
+
+
+def test_of_two_deletions_of_one_checkpoint_only_one_may_delete_its_files(tmp_path: Path) -> None:
+    ckpt.save(tmp_path, old())
+    with open_store(tmp_path) as first, open_store(tmp_path) as second:
+        data = first.read_whole("manifest.json", 10**6)
+        assert [withdraw(store, data) for store in (first, second)] == [True, False]
+        ckpt.save(tmp_path, new(), overwrite=True)
+        with pytest.raises(ckpt.ReplacedError, match="nothing was deleted"):
+            withdraw(second, data)
+    assert found(str(tmp_path)) == "new"
