@@ -514,7 +514,7 @@ MUTATIONS = (
         "stores: a put whose answer was lost is our own",
         "            if tries > 1 and self._has(name, data):\n                return None\n",
         "",
-        "ckpt/object_store interleavings/runs",
+        "ckpt/object_store stores/faults_over_http",
     ),
     Mutation(
         "stores: a part of an upload has its number",

@@ -171,6 +171,10 @@ def test_a_commit_whose_answer_is_lost_is_known_for_ones_own(
     again = tried(clusters, "save", proxy, url, 2)
     assert again.error is not None
     assert "overwrite=True" in again.error
+    proxy.schedule = once(Fault.DROP_ANSWER, writes_the_manifest)
+    assert tried(clusters, "save", proxy, url, 2, overwrite=True).error is None
+    assert proxy.faults() == {Fault.DROP_ANSWER}
+    assert assert_right_or_absent(place, url, 2)
 
 
 @pytest.mark.thorough
