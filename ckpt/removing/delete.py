@@ -27,7 +27,7 @@ from ckpt.transfer.bases import borrowers, borrowing, check_unused
 from ckpt.transfer.commit import withdraw
 from ckpt.transfer.facts import pins_in, step_of
 from formats.detect import is_shard, sign_of_another_format
-from formats.native.manifest import MANIFEST, load, read_manifest
+from formats.native.manifest import MANIFEST, file_names, read_manifest
 
 __all__ = ["delete"]
 
@@ -103,7 +103,7 @@ def was_deleted(
             raise NotACheckpointError(
                 f"{store.url}: no checkpoint of ckpt's own format is here{advice}"
             ) from error
-        files = [file.name for file in load(data, f"{store.url}/{MANIFEST}").files]
+        files = file_names(data, f"{store.url}/{MANIFEST}")
         _check_unpinned(store.url, store.options)
         if gone is not None:
             parent, _ = split_url(place)

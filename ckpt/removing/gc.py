@@ -49,7 +49,7 @@ from formats.detect import SHARD as SHARD_NAME
 from formats.detect import WRITTEN
 from formats.errors import FormatError
 from formats.limits import current
-from formats.native.manifest import MANIFEST, load, read_manifest
+from formats.native.manifest import MANIFEST, file_names, read_manifest
 from formats.storage import Pool
 
 if TYPE_CHECKING:
@@ -394,7 +394,7 @@ def _files_of(store: Store) -> set[str] | None:
     """Returns the files of the checkpoint in a folder; None if its manifest is damaged."""
     try:
         data = read_manifest(store)
-        return {file.name for file in load(data, f"{store.url}/{MANIFEST}").files}
+        return set(file_names(data, f"{store.url}/{MANIFEST}"))
     except FileNotFoundError:
         return set()
     except FormatError:

@@ -58,7 +58,7 @@ from ckpt.transfer.facts import (
 )
 from formats.detect import folder_format
 from formats.errors import FormatError
-from formats.native.manifest import MANIFEST, NONFINITE, load, read_manifest
+from formats.native.manifest import MANIFEST, NONFINITE, file_names, read_manifest
 from sharding.errors import ArgumentError, ArgumentTypeError, format_names, without_secrets
 
 __all__ = ["RunStep", "run_steps"]
@@ -425,7 +425,7 @@ def _files_of(store: Store, name: str) -> list[str]:
         data = read_manifest(store, f"{name}/{MANIFEST}")
     except FileNotFoundError:
         return []
-    return [file.name for file in load(data, f"{store.url}/{name}/{MANIFEST}").files]
+    return file_names(data, f"{store.url}/{name}/{MANIFEST}")
 
 
 def _one_by_one(
