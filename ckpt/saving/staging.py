@@ -144,7 +144,7 @@ class DeviceCopies:
         """Starts the copy of a tensor to its slot, after the work queued on its device so far."""
         with torch.cuda.stream(self.follow(slot.local.device)):
             source = slot.flat.resolve_conj().resolve_neg()
-            self._room(slot.item.offset, source.nbytes).view(source.dtype).copy_(
+            self.room(slot.item.offset, source.nbytes).view(source.dtype).copy_(
                 source, non_blocking=True
             )
         self._kept += [slot.local, source]
@@ -155,9 +155,10 @@ class DeviceCopies:
             if self._source is None or self._source[0] is not slot:
                 flat = slot.flat.resolve_conj().resolve_neg().contiguous()
                 self._source = slot, flat.view(torch.uint8)
-            self._room(at, hi - lo).copy_(self._source[1][lo:hi], non_blocking=True)
+            self.room(at, hi - lo).copy_(self._source[1][lo:hi], non_blocking=True)
 
-    def _room(self, at: int, nbytes: int) -> torch.Tensor:
+    def room(self, at: int, nbytes: int) -> torch.Tensor:
+        """Returns the arena's bytes from byte `at` on."""
         return torch.frombuffer(self._data, dtype=torch.uint8, count=nbytes, offset=at)
 
     def finish(self) -> None:
@@ -284,12 +285,7 @@ class Staging:
                 return
             self._copies.finish()
             self._devices.finish()
-            copied = [
-                torch.frombuffer(
-                    self._data, dtype=torch.uint8, count=item.nbytes, offset=item.offset
-                )
-                for item, _ in self._later
-            ]
+            copied = [self._devices.room(item.offset, item.nbytes) for item, _ in self._later]
             changed = self._find_changed(range(len(self._later)), copied)
         finally:
             self.end()

@@ -102,6 +102,25 @@ def test_training_goes_on_while_a_save_is_in_the_background(
     assert differing(parts(model, optimizer), wanted) != []
 
 
+def test_training_goes_on_while_a_state_passes_smaller_memory(tmp_path: Path, device: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(700, 600, device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(torch.ones(700, device=device)).sum().backward()
+        optimizer.step()
+
+    step()
+    state = {"model": model, "optim": optimizer, "loose": torch.ones(70_000, device=device)}
+    ckpt.save(tmp_path / "want", state)
+    handle = ckpt.save(tmp_path / "got", state, blocking=False, host_memory="1MiB")
+    state["loose"].zero_()  # type: ignore[operator]
+    step()
+    handle.wait(SECONDS)
+    assert ckpt.id(tmp_path / "got").digest == ckpt.id(tmp_path / "want").digest
+
+
 def test_every_dtype_and_stride_is_staged_to_the_bit(tmp_path: Path, device: str) -> None:
     state = leaves(device)
     ckpt.save(tmp_path / "c", state, blocking=False).wait(SECONDS)
