@@ -316,8 +316,8 @@ MUTATIONS = (
     ),
     Mutation(
         "commit: the old files go after the new manifest",
-        "                if not found.cover(folder, file.name):\n                    try:\n",
-        "                if found.cover(folder, file.name):\n                    try:\n",
+        "                if not found.cover(folder, name):\n                    try:\n",
+        "                if found.cover(folder, name):\n                    try:\n",
         "faults/concurrency ckpt/borrowing",
     ),
     Mutation(
