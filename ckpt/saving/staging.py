@@ -49,8 +49,8 @@ import os
 import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, Literal, NamedTuple, Protocol
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.optim import Optimizer, lr_scheduler, optimizer
@@ -151,11 +151,16 @@ class DeviceCopies:
 
     def start_part(self, slot: Slot, lo: int, hi: int, at: int) -> None:
         """Starts the copy of bytes `[lo, hi)` of a tensor to byte `at`, after the last `follow`."""
-        with torch.cuda.stream(self._streams[slot.local.device]):
+        with self.stream_of(slot):
             if self._source is None or self._source[0] is not slot:
                 flat = slot.flat.resolve_conj().resolve_neg().contiguous()
                 self._source = slot, flat.view(torch.uint8)
             self.room(at, hi - lo).copy_(self._source[1][lo:hi], non_blocking=True)
+
+    def stream_of(self, slot: Slot) -> AbstractContextManager[Any]:
+        """Returns the context in which a read of a slot waits for no work of the training."""
+        stream = self._streams.get(slot.local.device)
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
 
     def room(self, at: int, nbytes: int) -> torch.Tensor:
         """Returns the arena's bytes from byte `at` on."""
@@ -328,7 +333,9 @@ class Staging:
                     copy_part(slot, lo, hi, ring.start + at, self._data, self._arena)
                 self._copied, lo = first + hi, hi
             self._devices.finish()
-            _check_unchanged(self._find_changed([number], [slot.flat]))
+            with self._devices.stream_of(slot):
+                changed = self._find_changed([number], [slot.flat])
+            _check_unchanged(changed)
 
     def wait(self) -> None:
         """Returns once everything is copied, or the copies have failed."""
@@ -510,20 +517,12 @@ def _copy_in_pieces(found: Sequence[Slot], base: int) -> None:
             copy(target + at, source + at, min(PIECE_BYTES, nbytes - at))
 
 
-class Copying(Protocol):
-    """Copies that a step must wait for."""
-
-    def wait(self) -> None:
-        """Returns once everything is copied, or the copies have failed."""
-        ...
-
-
-_holding: Copying | None = None
+_holding: Staging | None = None
 _hook: Any = None
 """The registration of the hook."""
 
 
-def hold_steps(copying: Copying) -> None:
+def hold_steps(copying: Staging) -> None:
     """From now on the step of every optimizer waits for these copies (rules 1 and 2)."""
     global _holding, _hook
     _holding = copying
