@@ -35,7 +35,7 @@ from ckpt.checking.identity import Identity, digest_of, identity_of
 from ckpt.mapping.changes import Changes, MappingName, find_mapping, mapping_names
 from ckpt.mapping.rules import Rule, TensorMapping
 from ckpt.stores.addresses import parse
-from ckpt.stores.store import Options
+from ckpt.stores.store import Options, is_live
 from sharding.errors import ArgumentError
 
 __all__ = ["EngineWeights"]
@@ -130,7 +130,9 @@ class EngineWeights(Iterable[Pair]):
                 like, held = checkpoint[name], self._held.get(name)
                 if held is None or (held.shape, held.dtype) != (like.shape, like.dtype):
                     self._held[name] = torch.empty(like.shape, dtype=like.dtype)
-            url = self.url if self.version is None else str(parse(self.url).at(self.version))
+            url = self.url
+            if is_live(url) and self.version is not None:
+                url = str(parse(url).at(self.version))
             target = {name: self._held[name] for name in names}
             ckpt.load(url, target, group="self", **self._options)
         yield from target.items()

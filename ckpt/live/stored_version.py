@@ -150,6 +150,7 @@ class StoredVersion(ReadOnlyStore):
         self._stack = ExitStack()
         self._newest = _Opened(store)
         self._number, self._below = self._newest.link.number, self._newest.link.whole
+        self.version = self._number
         self._opened = {self._number: self._newest}
         self._parent = split_url(store.url)[0]
         self._whole: Store | None = None

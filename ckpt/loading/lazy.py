@@ -37,8 +37,7 @@ from ckpt.state.patterns import Casts, Selection, map_selected
 from ckpt.state.saved import names_of
 from ckpt.state.state_spec import with_versions
 from ckpt.state.typed_values import restore_values
-from ckpt.stores.addresses import parse
-from ckpt.stores.store import Options, is_live
+from ckpt.stores.store import Options
 from ckpt.transfer.read import read_requests
 from ckpt.transfer.record_sums import Verify, check_verify
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree, map_tree
@@ -266,8 +265,8 @@ class Checkpoint(Uncopied, Mapping[str, TensorHandle], AbstractContextManager["C
     @property
     def version(self) -> int | None:
         """The version of a live state that is read; None of another checkpoint."""
-        url = self._open_source().store.url
-        return parse(url).version if is_live(url) else None
+        found: int | None = getattr(self._open_source().store, "version", None)
+        return found
 
     @property
     def metadata(self) -> Mapping[str, str]:

@@ -208,6 +208,7 @@ def test_a_version_is_a_checkpoint_for_every_reader(
     assert all(torch.equal(found, expected[name]) for name, found in ckpt.read(url).items())
     with ckpt.open(url) as one:
         assert torch.equal(one["matrix"][500:502, 3:5], expected["matrix"][500:502, 3:5])
+        assert one.version == 3
     assert ckpt.verify(url).sound
     ckpt.convert(url, tmp_path / "plain", to="ckpt")
     assert ckpt.diff(url, tmp_path / "plain").equal
