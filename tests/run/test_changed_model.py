@@ -297,7 +297,10 @@ def test_a_new_run_begins_with_the_newest_sound_step_of_the_other(tmp_path: Path
         file.write_bytes(file.read_bytes()[:-1])
     state = {"model": {"w": torch.zeros(2, dtype=torch.int64)}}
     with ckpt.Checkpointer(tmp_path / "new", every_steps=1) as run:
-        with pytest.raises(ckpt.MismatchError, match=r"all Checkpointer\.start_from with exclude=\['optim\.\*'\], with include="):
+        with pytest.raises(
+            ckpt.MismatchError,
+            match=r"all Checkpointer\.start_from with exclude=\['optim\.\*'\], with include=",
+        ):
             run.start_from(tmp_path / "base/step-8", state)
         with pytest.raises(ckpt.NotACheckpointError):
             run.start_from(tmp_path / "elsewhere", state)
