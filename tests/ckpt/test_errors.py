@@ -25,6 +25,7 @@ ROOT = Path(ckpt.__file__).parent.parent
 PACKAGES = (ckpt, formats, sharding)
 INTERNAL = {
     "RefusedError": "a server's answer, which becomes an error of the tree where it arrives",
+    "_LiveVersionError": "leads an opening to the store of a version of a live state",
     "_SnapshotError": "leads an opening from a cache of Hugging Face to its snapshot",
     "AbandonedError": "ends the writing of a process whose trainer is gone, in that process",
 }
@@ -49,6 +50,7 @@ BUILT_IN = {
     ("ckpt/stores/fsspec_driver.py", "OSError"): "a driver's; the store explains it",
     ("ckpt/stores/http_client.py", "ConnectionResetError"): "becomes an UnreachableError there",
     ("ckpt/live/store.py", "FileNotFoundError"): "as of a disk; the reader explains it",
+    ("ckpt/live/stored_version.py", "FileNotFoundError"): "as of a disk; the reader explains it",
     ("ckpt/stores/served_store.py", "FileNotFoundError"): "as of a disk; the reader explains it",
     ("ckpt/stores/local_store.py", "FileExistsError"): "becomes an ExistsError in the same file",
     ("ckpt/stores/local_files.py", "FileNotFoundError"): "as of a disk; the reader explains it",
@@ -114,7 +116,7 @@ def own_exceptions() -> list[type[BaseException]]:
         except ImportError:  # a driver whose library is not installed
             continue
         for one in vars(module).values():
-            is_own = isinstance(one, type) and one.__module__ == name
+            is_own = isinstance(one, type) and one.__module__ in (name, "ckpt")
             if is_own and issubclass(one, Exception) and not issubclass(one, Warning):
                 found[one] = None
     return list(found)
