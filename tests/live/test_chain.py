@@ -279,6 +279,7 @@ def frame_by_the_page(part: bytes, found: Any, each: int) -> Any:
     return found
 
 
+@pytest.mark.thorough
 def test_the_page_of_the_format_says_all_that_a_reader_needs(alone: None, tmp_path: Path) -> None:
     source = torch.Generator().manual_seed(1)
     state = {"w": torch.randn(700_001, generator=source), "b": torch.ones(333).bfloat16()}
@@ -293,6 +294,7 @@ def test_the_page_of_the_format_says_all_that_a_reader_needs(alone: None, tmp_pa
                 assert data_by_the_page(tmp_path, live.version) == store.read_whole(name, 10**8)
 
 
+@pytest.mark.thorough
 def test_old_versions_go_and_a_late_reader_is_told(
     published: Callable[[int], None], tmp_path: Path
 ) -> None:
@@ -328,6 +330,7 @@ def publish(url: object, name: str, last: int, **how: Any) -> None:
             live.update().wait(SECONDS)
 
 
+@pytest.mark.thorough
 def test_no_damage_of_a_chain_is_loaded(alone: None, tmp_path: Path) -> None:
     publish(tmp_path / "chain", "damaged", 3)
     url, expected = tmp_path / "chain" / "version-00000003", whole(3)
@@ -380,6 +383,7 @@ def test_what_a_killed_publisher_left_is_no_version_and_its_successor_goes_on(
     assert torch.equal(ckpt.read(chain / "version-00000005")["matrix"], whole(2)["matrix"])
 
 
+@pytest.mark.thorough
 def test_two_publishers_of_one_folder_do_not_mix(alone: None, tmp_path: Path) -> None:
     chain = tmp_path / "chain"
     with (
