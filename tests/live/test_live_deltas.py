@@ -13,18 +13,15 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckpt
 from ckpt.live.store import LiveStore
 from ckpt.transfer import live_deltas
 from ckpt.transfer.live_deltas import BLOCK, Area, Delta, areas_in, make_delta
 from formats.errors import FormatError
-from tests.kept_groups import kept
+from tests.live.layouts import spread
 from tests.live.offered import RUNTIME
 
 SECONDS = 60
@@ -136,21 +133,6 @@ def whole(version: int) -> dict[str, torch.Tensor]:
             places = torch.randperm(len(flat), generator=random)[: max(1, len(flat) // 100)]
             flat[places] += number
     return state
-
-
-@kept
-def mesh() -> Any:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
-
-
-def spread(state: dict[str, torch.Tensor], dim: int | None) -> dict[str, Any]:
-    """The tensors on this rank, divided along a dimension; along none they are replicas."""
-    found: dict[str, Any] = {}
-    for name, tensor in state.items():
-        is_cut = dim is not None and tensor.ndim > 0
-        placement = Shard(min(dim or 0, tensor.ndim - 1)) if is_cut else Replicate()
-        found[name] = distribute_tensor(tensor.clone(), mesh(), [placement], src_data_rank=None)
-    return found
 
 
 _live: dict[str, ckpt.LiveState] = {}
