@@ -5,9 +5,9 @@
     python tests/mutations.py --check           whether every one still applies; runs no test
 
 A mutation replaces code that stands once in the product by other code, in a copy of the working
-tree, and runs a few test files there, as `make test-all` does, until the first failure. Code is found by its tokens: line
-breaks, indentation, comments and trailing commas may differ. A mutation is killed when a test
-fails, and survives when all pass. The exit status is 1 where one survives or pytest itself fails,
+tree, and runs a few test files there, as `make test-all` does, until the first failure. Code is
+found by its tokens: line breaks, indentation, comments and trailing commas may differ. A mutation
+is killed when a test fails, and survives when all pass. The exit status is 1 where one survives or pytest itself fails,
 and 2 where the code of one is not in the product, or stands there twice: then the product has
 changed, and the table below is to be changed with it.
 """

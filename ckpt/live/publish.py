@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
+from xxhash import xxh3_64_intdigest
+
 from ckpt.arguments import Uncopied
 from ckpt.errors import ClosedError
 from ckpt.live.hosts import Dropped, Hosts, Listening, copy_from, drop, reclaim, serve
@@ -48,7 +50,7 @@ from formats.native.manifest import MANIFEST, dump
 from formats.native.shard import ShardSummary
 from sharding.agreement.call_events import pause_collection
 from sharding.agreement.channel import TIMEOUT_SECONDS
-from sharding.agreement.ranks import Ranks, result_or_error
+from sharding.agreement.ranks import HASH_BITS, Ranks, result_or_error
 from sharding.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
@@ -96,7 +98,9 @@ def publish(
 
     Raises:
         ArgumentError: an option does not have such a value, or, as an ArgumentTypeError, type.
-        ExistsError: this host has a live state of this name; the error names the process.
+        ExistsError: this host has a live state of this name; the error names the process. Or
+            another job publishes `through` this folder.
+        StoreError: the folder or bucket `through` which it goes failed.
         StateError: a value cannot be stored; the error names its key path.
         RankError: another rank failed; the error names the rank and its error.
 
@@ -126,15 +130,27 @@ def publish(
         if type(full_every) is not int or full_every < 1:
             raise ArgumentError(f"full_every is {full_every!r}; give a whole number from 1 on")
 
-    chain = None
-    if through is not None:
+    def look() -> tuple[Chain | None, int]:
+        if through is None:
+            return None, 0
         from ckpt.live.chain import Chain  # zstandard is for those who need it
 
-        chain = Chain(os.fspath(through), full_every, storage_options)
+        if not isinstance(through, str | os.PathLike):
+            raise ArgumentTypeError(f"through is {through!r:.80}; give a path or URL, or None")
+        found = Chain(os.fspath(through), full_every, storage_options)
+        return found, found.newest() if ranks.rank == 0 else 0
+
+    def hashes(found: object) -> dict[str, int]:
+        place = None if through is None else [os.fspath(through), full_every]
+        return {"through": xxh3_64_intdigest(repr(place).encode()) >> (64 - HASH_BITS)}
+
     with ranks.call("ckpt.publish"):
         ranks.run_on_all("checking arguments", check)
-        looks = chain is not None and ranks.rank == 0
-        before = ranks.run_on_all("looking for versions", chain.newest if looks and chain else int)
+        (chain, before), agreed = ranks.run_and_compare("looking for versions", look, hashes)
+        if not agreed.same["through"]:
+            raise ArgumentError(
+                "the ranks gave different through= or full_every=: give all the same"
+            )
         hosts = serve(ranks, Listening(name, address, lease_seconds))
     live = LiveState(hosts, state, group, lease_seconds, timeout, dtype)
     live.chain, live._tried = chain, before

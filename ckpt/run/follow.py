@@ -62,9 +62,9 @@ def follow(
 
     Of a run (the folder of a `Checkpointer`) these are the checkpoints, in the order in which they
     were committed; of a folder that `ckpt.publish(through=)` writes, the versions. The folder may
-    come later. All ranks of `group` call this and iterate alike (one
-    process needs no group); all get the same versions. Those of a live state rise. Versions that
-    were replaced between two steps of the loop are left out. Communicates.
+    come later. All ranks of `group` call this and iterate alike (one process needs no group); all
+    get the same versions. Those of a live state rise. Versions that were replaced between two steps
+    of the loop are left out. Communicates.
 
         for version in ckpt.follow(url):
             ckpt.load(version.url, model)
@@ -76,7 +76,7 @@ def follow(
             than that of this step, or all if it has none. None takes any.
         timeout: the longest wait for a newer version, in seconds; None waits without an end. A
             server that has not begun, or has ended, is an UnreachableError at once.
-        look_seconds: the pause between two looks at the folder of a run.
+        look_seconds: the pause between two looks at a folder.
         storage_options: as for `ckpt.load`; of a live state `token`, `timeout` and `certificate`.
 
     Raises:

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import xxhash
 import zstandard
 
@@ -297,6 +298,19 @@ def test_old_versions_go_and_a_late_reader_is_told(
     assert torch.equal(ckpt.load(version.url, zeros())["matrix"], whole(8)["matrix"])
 
 
+def publish_unlike(runtime: str, url: str) -> None:
+    os.environ[RUNTIME] = runtime
+    mine = url if dist.get_rank() == 0 else None
+    with pytest.raises(ckpt.ArgumentError, match="different through= or full_every="):
+        ckpt.publish({"w": torch.ones(3)}, "unlike", through=mine)
+
+
+def test_ranks_that_give_different_folders_are_told_so(
+    clusters: Callable[[int], Any], runtime: str, tmp_path: Path
+) -> None:
+    clusters(2).run(publish_unlike, runtime, str(tmp_path / "chain"))
+
+
 @pytest.fixture
 def alone(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RUNTIME, runtime)
@@ -424,7 +438,7 @@ def test_in_memory_of_this_process_a_thread_writes_the_chain(alone: None) -> Non
 
 
 @pytest.mark.parametrize(
-    "how", [{"full_every": 0}, {"full_every": 1.5}, {"through": "live://h:1/x"}]
+    "how", [{"full_every": 0}, {"full_every": 1.5}, {"through": "live://h:1/x"}, {"through": 5}]
 )
 def test_wrong_arguments_are_refused_before_a_server_begins(
     alone: None, tmp_path: Path, how: dict[str, Any]
