@@ -52,9 +52,9 @@ from ckpt.state.merged_state import (
 )
 from ckpt.state.patterns import Rename, Selection
 from ckpt.state.saved import Saved
-from ckpt.state.state_spec import StateSpec, check_members, with_versions
+from ckpt.state.state_spec import StateSpec, check_members
 from ckpt.state.stateful import with_names
-from ckpt.state.typed_values import restore_values
+from ckpt.state.typed_values import restore_values, with_versions
 from ckpt.transfer.replica_hashes import ReplicaHashes, format_names
 from ckpt.transfer.run import LoadRun, half_loaded, name_touched
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree

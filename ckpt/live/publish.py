@@ -40,7 +40,6 @@ from ckpt.saving.agreement import (
 )
 from ckpt.saving.arena import Arena
 from ckpt.saving.background import SaveHandle, begin
-from ckpt.saving.save import check_free
 from ckpt.saving.staging import COPIED
 from ckpt.saving.writers import ArenaWriter, Fill, new_arena
 from ckpt.stores.addresses import MOST_VERSION, NAME
@@ -267,7 +266,7 @@ class LiveState(Uncopied):
 
                 def check() -> None:
                     self._check(version)
-                    check_free(self._queue, "wait", stack, ranks.is_single_process)
+                    self._queue.check_free("wait", stack, ranks.is_single_process)
 
                 options = SaveOptions(
                     overwrite=False, compress=False, metadata=dict(metadata), dtype=self._dtype

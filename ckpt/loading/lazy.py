@@ -35,8 +35,7 @@ from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
 from ckpt.state.memory import check_range, empty_for, memory_of, torch_dtype
 from ckpt.state.patterns import Casts, Selection, map_selected
 from ckpt.state.saved import names_of
-from ckpt.state.state_spec import with_versions
-from ckpt.state.typed_values import restore_values
+from ckpt.state.typed_values import restore_values, with_versions
 from ckpt.stores.store import Options
 from ckpt.transfer.read import read_requests
 from ckpt.transfer.record_sums import Verify, check_verify
@@ -97,7 +96,15 @@ def open(
     ...         list(checkpoint), checkpoint["w"].shape, checkpoint["w"][1:, 0]
     (['w'], (3, 2), tensor([2, 4]))
     """
-    return Checkpoint(url, verify, storage_options, Changes(mapping=mapping, parameters=parameters))
+    return Checkpoint(url, verify, storage_options, _changes(mapping, parameters))
+
+
+def _changes(
+    mapping: MappingName | Sequence[MappingName], parameters: Mapping[str, int] | None
+) -> Changes | None:
+    if mapping == () and parameters is None:
+        return None
+    return Changes(mapping=mapping, parameters=parameters)
 
 
 def read(
@@ -137,7 +144,7 @@ def read(
         )
     Casts.of(None if dtype is None else str(dtype))  # raises for another one than of floats
     selection = Selection.of(include, exclude)
-    changes = Changes(mapping=mapping, parameters=parameters)
+    changes = _changes(mapping, parameters)
 
     def reading() -> object:
         with Checkpoint(url, verify, storage_options, changes) as checkpoint:

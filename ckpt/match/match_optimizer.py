@@ -10,17 +10,30 @@ Rules:
    the parameter's placement, any other tensor is whole. Existing state is filled in place.
    `match_slices` has the rules for flat parameters.
 3. If the saved state of a parameter lacks an entry that similar parameters have, that is a
-   difference. `match_entries` defines similar.
+   difference. The note below defines similar.
 4. State keeps its saved dtype, although torch's `load_state_dict` would cast it to the parameter's.
    It keeps the strides that it had, as in torch, if the checkpoint tells them.
 5. A group without parameters takes the options of the saved group at its position, if all others
    are at theirs; otherwise those of the saved group without parameters at its place among these.
 6. State under keys that are no parameters is taken as it was saved.
+
+[Note: lacking entries]
+Entries that the state lacks are found by the states of similar parameters. A parameter without any
+state may never have been stepped. A parameter with state that lacks one entry is different:
+training would start this entry from zero, silently for a flat parameter and with a KeyError
+elsewhere. Each optimizer chooses its own entries, so the rule is narrow:
+
+1. Two parameters are similar if they are in the same group and have equally many dimensions.
+2. An entry is lacking if the state of a similar parameter has all entries of this state and this
+   entry too, in the shape of that parameter.
+
+Adafactor and 8-bit optimizers keep different entries for different parameters. Neither breaks the
+rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +41,7 @@ import torch
 from torch.optim import Optimizer
 
 from ckpt.match.match_builder import Installer, MatchBuilder, whole_tensor
-from ckpt.match.match_entries import SavedState, lacking_entries, match_slices, match_with_blocks
+from ckpt.match.match_entries import match_slices, match_with_blocks
 from ckpt.match.match_positions import are_numbers, members_of_groups, path_in_checkpoint
 from ckpt.match.match_stateful import Fill, match_stateful
 from ckpt.state.memory import ORDINARY, torch_dtype
@@ -45,7 +58,7 @@ from ckpt.state.stateful import (
     state_of,
 )
 from ckpt.state.subclass_state import put_together, unknown_classes
-from formats.catalog import TensorRecord, TensorRef, Tree, join
+from formats.catalog import Key, TensorRecord, TensorRef, Tree, join
 from sharding.describe.dtensor import zeros_placed_like
 from sharding.describe.members import NamedParameter
 
@@ -109,8 +122,8 @@ class _OptimizerMatch:
         extra = self._of_no_parameter(own["state"])
 
         def install() -> object:
-            state: dict[Any, Any] = {index: put_together(step()) for index, step in states.items()}
-            state = {index: entries for index, entries in state.items() if entries is not None}
+            found = ((index, step()) for index, step in states.items())
+            state: dict[Any, Any] = {index: _composed(e) for index, e in found if e is not None}
             rest = {key: step() for key, step in others.items()}
             whole = {**state, **{key: step() for key, step in extra.items()}}
             with call_of("load_state_dict", self.path):
@@ -366,7 +379,8 @@ class _OptimizerMatch:
         self.builder.used.update(below)
         if named.is_idle:  # another rank keeps it
             return _nothing
-        for unknown in unknown_classes(saved):
+        is_flat = _is_flat(saved)  # nearly always
+        for unknown in () if is_flat else unknown_classes(saved):
             self.builder.differ(
                 where,
                 "structure",
@@ -393,7 +407,10 @@ class _OptimizerMatch:
                 return zeros_placed_like(parameter, dtype)
             return torch.empty_strided(record.shape, strides, dtype=dtype, device=parameter.device)
 
-        step = match_with_blocks(self.builder, parameter, saved, where, like)
+        if is_flat:
+            step = self.builder.whole(saved, where, like)
+        else:
+            step = match_with_blocks(self.builder, parameter, saved, where, like)
         if not isinstance(mine, dict) or not isinstance(saved, dict):
             return step
 
@@ -403,6 +420,61 @@ class _OptimizerMatch:
             return kept | loaded if isinstance(loaded, dict) else loaded
 
         return with_own
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """The names of the entries that were saved for one parameter."""
+
+    name: str
+    dimensions: int
+    entries: frozenset[Key]
+    placed: frozenset[Key]
+    """The entries that have the parameter's shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lacking:
+    """An entry that a parameter lacks and a similar one, `other`, has."""
+
+    name: str
+    entry: Key
+    other: str
+
+
+def lacking_entries(group: Iterable[SavedState]) -> Iterator[Lacking]:
+    """Yields the entries that states of one group's parameters lack, by the note of this file.
+
+    >>> moments = frozenset({"exp_avg", "exp_avg_sq"})
+    >>> whole = SavedState("up.weight", 2, moments, moments)
+    >>> half = SavedState("down.weight", 2, moments - {"exp_avg_sq"}, frozenset({"exp_avg"}))
+    >>> list(lacking_entries([whole, half]))
+    [Lacking(name='down.weight', entry='exp_avg_sq', other='up.weight')]
+    """
+    states = [state for state in group if state.entries]
+    kinds: dict[tuple[int, frozenset[Key], frozenset[Key]], SavedState] = {}
+    for state in states:
+        kinds.setdefault((state.dimensions, state.entries, state.placed), state)
+    for state in states:
+        found: dict[Key, str] = {}
+        for other in kinds.values():
+            if other.dimensions == state.dimensions and state.entries < other.entries:
+                for entry in other.placed - state.entries:
+                    found.setdefault(entry, other.name)
+        for entry in sorted(found, key=str):
+            yield Lacking(state.name, entry, found[entry])
+
+
+def _is_flat(entries: object) -> bool:
+    """Whether no entry of one parameter's state is a nest, as a tensor that was taken apart is."""
+    return isinstance(entries, dict) and not any(
+        isinstance(entry, dict | list | tuple) for entry in entries.values()
+    )
+
+
+def _composed(entries: object) -> Any:
+    """Returns a copy of one parameter's state with tensors in the place of those taken apart."""
+    return {**entries} if isinstance(entries, dict) and _is_flat(entries) else put_together(entries)
 
 
 def _nothing() -> None:

@@ -19,11 +19,12 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 from weakref import WeakSet
 
-from ckpt.errors import BackgroundError
+from ckpt.arguments import WhenBusy
+from ckpt.errors import BackgroundError, BusyError
 from ckpt.stores.store import one_spelling
 from sharding.errors import without_secrets
 
@@ -104,6 +105,26 @@ class SaveQueue:
         with self._turns:
             self._turns.wait_for(lambda: self._turn is None)
         self.wait()
+
+    def check_free(self, when_busy: WhenBusy, turn: ExitStack | None, alone: bool) -> None:
+        """Raises if this rank cannot save now; a background save has the queue's turn in `turn`.
+
+        Another thread may have begun a save since this one waited. Several ranks do not wait for
+        it here: each could wait for a save that another rank's threads are about to begin.
+        """
+        if turn is not None:
+            for _ in range(2):  # an interrupt may come while the turn is given up
+                turn.callback(self.leave_turn, turn)
+        while self.is_busy() if turn is None else not self.take_turn(turn):
+            if when_busy == "refuse" or not alone:
+                what = self.url() if self.is_busy() else "another thread's checkpoint"
+                todo = 'pass when_busy="wait"' if when_busy == "refuse" else "save from one thread"
+                raise BusyError(
+                    f"{what} is still being saved; nothing else was saved. Wait for it with its "
+                    f"handle, or {todo}"
+                )
+            self.wait() if turn is None else self.wait_turn()
+        self.raise_untold()
 
     def raise_untold(self) -> None:
         """Raises BackgroundError if the last background save failed and its error is unseen."""

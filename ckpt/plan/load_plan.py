@@ -212,7 +212,7 @@ def plan_load(
         rank,
         policy,
         copies,
-        Scatter(world, rank, policy.scatter_bytes, copies),
+        Scatter(world, rank, policy.scatter_bytes, copies) if policy.scatter_bytes else None,
         [],
         [],
         {},
@@ -221,7 +221,7 @@ def plan_load(
     return LoadPlan(
         tuple(planner.reads),
         tuple(planner.exchanges),
-        planner.scatter.rounds(),
+        () if planner.scatter is None else planner.scatter.rounds(),
         tuple(planner.batches(peers)),
     )
 
@@ -233,7 +233,8 @@ class _Planner:
     rank: int
     policy: LoadPolicy
     copies: BoxCopies
-    scatter: Scatter
+    scatter: Scatter | None
+    """None: no tensor is scattered."""
     reads: list[TensorRead]
     exchanges: list[TensorMove]
     shares: dict[tuple[Layout, int | None], Layout]
@@ -249,7 +250,7 @@ class _Planner:
             return False
         pieces: Sequence[Piece] = self.copies.pieces(layout, self.rank)
         if self.policy.exchange:
-            if self.scatter.takes(name, record, target, layout):
+            if self.scatter is not None and self.scatter.takes(name, record, target, layout):
                 return False
             pieces = self._share_of(item, record.dtype.itemsize, pieces)
         requests = requests_for(record, pieces, target, self.copies, name)

@@ -110,7 +110,6 @@ class Scatter:
     """Collects the tensors of one load that are scattered."""
 
     def __init__(self, world: Mesh, rank: int, most_bytes: int, copies: BoxCopies) -> None:
-        """With `most_bytes` 0, no tensor is taken."""
         self._world = world
         self._ranks = list(world.ranks())
         self._rank = rank

@@ -51,7 +51,7 @@ from sharding.agreement.ranks import Ranks, result_or_error
 if TYPE_CHECKING:
     from sharding.agreement.ranks import Group
 
-__all__ = ["check_free", "prepare", "save"]
+__all__ = ["prepare", "save"]
 
 
 @overload
@@ -253,7 +253,8 @@ def save_with(
                         "also= writes from a copy of the whole state, which host_memory= may not "
                         "hold: leave out one of them; `ckpt convert` writes a second output later"
                     )
-                check_free(in_flight.saves, when_busy, turn, ranks.is_single_process)
+                check_word("when_busy", when_busy, get_args(WhenBusy))
+                in_flight.saves.check_free(when_busy, turn, ranks.is_single_process)
                 check_options(ranks, store, options)
                 if also is not None and checks_also:
                     also.check(store, ranks.rank == 0)
@@ -319,30 +320,6 @@ def _fill(
         at += 1
 
 
-def check_free(
-    queue: in_flight.SaveQueue, when_busy: WhenBusy, turn: ExitStack | None, alone: bool
-) -> None:
-    """Raises if this rank cannot save now; a background save has the queue's turn in `turn`.
-
-    Another thread may have begun a save since this one waited. Several ranks do not wait for it
-    here: each could wait for a save that another rank's threads are about to begin.
-    """
-    check_word("when_busy", when_busy, get_args(WhenBusy))
-    if turn is not None:
-        for _ in range(2):  # an interrupt may come while the turn is given up
-            turn.callback(queue.leave_turn, turn)
-    while queue.is_busy() if turn is None else not queue.take_turn(turn):
-        if when_busy == "refuse" or not alone:
-            what = queue.url() if queue.is_busy() else "another thread's checkpoint"
-            todo = 'pass when_busy="wait"' if when_busy == "refuse" else "save from one thread"
-            raise BusyError(
-                f"{what} is still being saved; nothing else was saved. Wait for it with its "
-                f"handle, or {todo}"
-            )
-        queue.wait() if turn is None else queue.wait_turn()
-    queue.raise_untold()
-
-
 def _write(
     store: Store, attempt: SaveAttempt, leaves: Sequence[Leaf], progress: Progress | None
 ) -> ShardSummary | None:
@@ -388,7 +365,7 @@ def prepare(
         in_flight.saves.wait()
 
         def describe() -> FlatState:
-            check_free(in_flight.saves, "wait", stack, ranks.is_single_process)
+            in_flight.saves.check_free("wait", stack, ranks.is_single_process)
             return flatten(state, ranks.mesh)
 
         held = agree_on_state(ranks, "describing the state", describe)

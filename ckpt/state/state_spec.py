@@ -22,10 +22,9 @@ The nests of several ranks become one:
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeGuard
+from typing import TypeAlias, TypeGuard
 
 from ckpt.errors import StateError
 from ckpt.state.saved import by_name, holds_tensor, kind_of, leaves
@@ -34,10 +33,8 @@ from formats.catalog import (
     TensorRef,
     Tree,
     TypedValue,
-    change_dicts,
     join,
     map_tree,
-    module_metadata,
 )
 from formats.dtypes import DType
 from formats.native.manifest import StoredTensor
@@ -278,21 +275,6 @@ def is_node(tree: Tree) -> bool:
     if isinstance(tree, list | tuple):
         return any(is_node(item) for item in tree)
     return isinstance(tree, dict | TensorRef)
-
-
-def with_versions(nest: object, versions: Mapping[str, Mapping[str, int]]) -> object:
-    """Returns a nest whose state dicts of modules tell torch's `load_state_dict` their versions.
-
-    >>> with_versions({"m": {"0.weight": 1}}, {"m": {"0": 2}})["m"]._metadata
-    {'': {'version': 1}, '0': {'version': 2}}
-    """
-
-    def add_version(entries: dict[Any, Any], path: str) -> object:
-        state = OrderedDict(entries)
-        state._metadata = module_metadata(entries, versions[path])  # type: ignore[attr-defined]
-        return state
-
-    return change_dicts(nest, versions.keys(), add_version) if versions else nest
 
 
 def outline(tree: Tree, values: list[object]) -> object:

@@ -21,7 +21,7 @@ import functools
 import json
 import pathlib
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ import numpy as np
 import torch
 
 from ckpt.state.memory import torch_dtype
-from formats.catalog import Tree, TypedValue, map_tree
+from formats.catalog import Tree, TypedValue, change_dicts, map_tree, module_metadata
 from formats.dtypes import BY_TORCH_NAME, DType
 from formats.errors import FormatError
 from formats.limits import KeysApart
@@ -201,6 +201,21 @@ def _restore_value(value: Tree) -> object:
     except Exception as error:
         raise FormatError(f"{value} is not valid: {type(error).__name__}: {error}") from error
     return found
+
+
+def with_versions(nest: object, versions: Mapping[str, Mapping[str, int]]) -> object:
+    """Returns a nest whose state dicts of modules tell torch's `load_state_dict` their versions.
+
+    >>> with_versions({"m": {"0.weight": 1}}, {"m": {"0": 2}})["m"]._metadata
+    {'': {'version': 1}, '0': {'version': 2}}
+    """
+
+    def add_version(entries: dict[Any, Any], path: str) -> object:
+        state = OrderedDict(entries)
+        state._metadata = module_metadata(entries, versions[path])  # type: ignore[attr-defined]
+        return state
+
+    return change_dicts(nest, versions.keys(), add_version) if versions else nest
 
 
 KEYS = "keys are strings, numbers, None or tuples of these"

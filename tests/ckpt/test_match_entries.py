@@ -2,7 +2,7 @@
 
 import pytest
 
-from ckpt.match.match_entries import SavedState, lacking_entries
+from ckpt.match.match_optimizer import SavedState, lacking_entries
 
 
 def state(name: str, dimensions: int, placed: str, others: str = "step") -> SavedState:
