@@ -26,6 +26,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
+from sharding.engine.reduction import predivide_factor
 from sharding.errors import ArgumentError
 from sharding.torch_versions import dereference
 
@@ -87,20 +88,6 @@ class LowPrecisionState(DefaultState):
         super().__init__(process_group)
         self.parameter_type = parameter_type
         """The dtype of the averaged gradients."""
-
-
-def predivide_factor(world_size: int) -> float:
-    """Returns the power of two that divides gradients before they are summed.
-
-    It is the smallest power whose square is `world_size` or more, or that does not divide it.
-
-    >>> [predivide_factor(world_size) for world_size in (1, 2, 3, 4, 6, 8, 16)]
-    [1.0, 2.0, 2.0, 2.0, 4.0, 4.0, 4.0]
-    """
-    factor = 1
-    while world_size % factor == 0 and world_size / factor > factor:
-        factor *= 2
-    return float(factor)
 
 
 def allreduce_hook(state: DefaultState, grad: torch.Tensor) -> None:

@@ -90,8 +90,9 @@ def fully_shard(
     """
     modules = tuple(module) if isinstance(module, list) else (module,)
     _check(modules)
+    given = () if mesh is None else (mesh,)
     if mesh is None:
-        mesh = init_device_mesh(_device_type(), (dist.get_world_size(),))
+        mesh = init_device_mesh(_device_type(), (dist.get_world_size(),))  # its ranks ascend
     placing = MeshGroups.of(mesh)
     reshard = reshard_setting(reshard_after_forward, placing.groups.shard.size)
     offload = isinstance(offload_policy, CPUOffloadPolicy)
@@ -103,7 +104,7 @@ def fully_shard(
     # All checks, for every parameter, before any parameter is replaced.
     dims = [_dimension(found, shard_placement_fn) for found in taken]
     entries = list(map(partial(_shard, placing, offload), taken, dims))
-    _check_ranks(mesh, entries)
+    _check_ranks(given, mesh.ndim, entries)
     borrowed = list(dict.fromkeys(b for b in map(find_tied_group, free) if b is not None))
     alike: dict[tuple[torch.dtype, bool], list[Parameter]] = {}
     for found, entry in zip(taken, entries, strict=True):
@@ -133,12 +134,16 @@ def _check_order(unit: Unit, check: OrderCheck | None) -> None:
         runtime_of(unit).order_check = check
 
 
-def _check_ranks(mesh: DeviceMesh, entries: Iterable[Parameter]) -> None:
-    """Raises ArgumentError for a mesh over which gathers or reductions would mix parts."""
-    check_gathers(mesh, range(mesh.ndim)[::-1])
+def _check_ranks(given: Iterable[DeviceMesh], axes: int, entries: Iterable[Parameter]) -> None:
+    """Raises ArgumentError for a mesh over which gathers or reductions would mix parts.
+
+    The mesh over which the unit shards, of so many `axes`, is checked if the caller has given it.
+    """
+    for mesh in given:
+        check_gathers(mesh, range(axes)[::-1])
     meshes = dict.fromkeys(entry.sharded.device_mesh for entry in entries)  # type: ignore[attr-defined]
     for each in meshes:
-        if each.ndim > mesh.ndim:  # tensor parallelism cuts first
+        if each.ndim > axes:  # tensor parallelism cuts first
             check_gathers(each, range(each.ndim), range(each.ndim)[::-1])
 
 

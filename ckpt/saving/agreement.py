@@ -97,10 +97,10 @@ class SaveAttempt:
     attempt_id: int
     """A random number; equal on all ranks."""
     options: SaveOptions
-    began: float
-    """A time before the first write, by `ckpt.transfer.commit.now`."""
     note: bytes
     """Rank 0's note; equal on all ranks."""
+    began: float = 0.0
+    """Of a save to a folder: a time before the first write, by `ckpt.transfer.commit.now`."""
     is_new: bool = False
     """Whether the save makes the folder, which a failure then removes again."""
 
@@ -150,7 +150,6 @@ def agree_on_attempt(
         _last_check(spec_of(flat).tensors, ranks.mesh)
         return flat
 
-    began = now()
     hashes = ReplicaHashes(options.replicas, ranks.global_rank)
     # Rank 0's manifest names the base from which the other ranks borrow.
     base = None if options.base is None else os.path.basename(options.base.rstrip("/"))
@@ -188,7 +187,6 @@ def agree_on_attempt(
         rank=ranks.rank,
         attempt_id=merged.attempt_id,
         options=options,
-        began=began,
         note=merged.note,
     )
     return attempt, list(merged.flat.leaves.values())

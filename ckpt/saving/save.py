@@ -41,6 +41,7 @@ from ckpt.state.memory import blocks, outgoing
 from ckpt.state.merged_state import agree_on_state, spec_of
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.store import Options, Store, absolute, local_path, open_store
+from ckpt.transfer.commit import now
 from ckpt.transfer.replica_hashes import Replicas
 from ckpt.transfer.write_job import Compress, write
 from formats.native.shard import Progress, ShardSummary
@@ -267,6 +268,7 @@ def save_with(
                 "timeout": seconds,
             }
             path = local_path(store.url)
+            began = now()
             is_new = path is None or not os.path.lexists(path)  # no rank writes before all agree
             try:
                 attempt, leaves = agree_on_attempt(ranks, state, options, check, arguments)
@@ -274,7 +276,7 @@ def save_with(
                 if error.error == BusyError.__name__:
                     raise BusyError(str(error)) from error
                 raise
-            attempt = replace(attempt, is_new=is_new)
+            attempt = replace(attempt, began=began, is_new=is_new)
             if also is not None and checks_also:
                 also.plan(store, attempt.described)
             if later is not None:

@@ -21,7 +21,6 @@ from weakref import WeakMethod
 
 import torch
 
-from sharding.comm_hooks import predivide_factor
 from sharding.engine.composition import Composition, Item, ShardGroup
 from sharding.engine.parameter import Parameter, Slot, local_of
 from sharding.engine.transport import (
@@ -243,6 +242,20 @@ def divisors(size: int, dtype: torch.dtype, chosen: float | None) -> tuple[float
         return 1.0, float(size)
     before = predivide_factor(size)
     return before, size / before
+
+
+def predivide_factor(world_size: int) -> float:
+    """Returns the power of two that divides gradients before they are summed.
+
+    It is the smallest power whose square is `world_size` or more, or that does not divide it.
+
+    >>> [predivide_factor(world_size) for world_size in (1, 2, 3, 4, 6, 8, 16)]
+    [1.0, 2.0, 2.0, 2.0, 4.0, 4.0, 4.0]
+    """
+    factor = 1
+    while world_size % factor == 0 and world_size / factor > factor:
+        factor *= 2
+    return float(factor)
 
 
 PREFETCH_BYTES = 2 << 20

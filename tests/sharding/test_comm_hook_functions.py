@@ -15,9 +15,9 @@ from sharding.comm_hooks import (
     allreduce_hook,
     bf16_compress_hook,
     fp16_compress_hook,
-    predivide_factor,
     reduce_scatter_hook,
 )
+from sharding.engine.reduction import predivide_factor
 
 ELEMENTS = 24
 COMPRESS = {torch.float16: fp16_compress_hook, torch.bfloat16: bf16_compress_hook}

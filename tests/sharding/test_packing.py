@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharding.comm_hooks import predivide_factor
 from sharding.engine.parameter import (
     ChunkPacking,
     FlatPacking,
@@ -18,6 +17,7 @@ from sharding.engine.parameter import (
     pack,
     plain,
 )
+from sharding.engine.reduction import predivide_factor
 
 SIZES = st.integers(1, 9)
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
