@@ -35,7 +35,7 @@ from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
 from ckpt.state.memory import check_range, empty_for, memory_of, torch_dtype
 from ckpt.state.patterns import Casts, Selection, map_selected
 from ckpt.state.saved import names_of
-from ckpt.state.typed_values import restore_values, with_versions
+from ckpt.state.typed_values import restore_value, with_versions
 from ckpt.stores.store import Options
 from ckpt.transfer.read import read_requests
 from ckpt.transfer.record_sums import Verify, check_verify
@@ -362,7 +362,7 @@ class Checkpoint(Uncopied, Mapping[str, TensorHandle], AbstractContextManager["C
 
         def target_of(leaf: Tree, _: str) -> object:
             if not isinstance(leaf, TensorRef):
-                return restore_values(leaf)
+                return restore_value(leaf)
             if leaf.name not in tensors:
                 record = self.catalog.tensors[leaf.name]
                 tensor = empty_for(record, record.shape)

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,12 @@ from torch.optim import Optimizer
 
 from ckpt.match.match_builder import Installer, MatchBuilder, whole_tensor
 from ckpt.match.match_entries import match_slices, match_with_blocks
-from ckpt.match.match_positions import are_numbers, members_of_groups, path_in_checkpoint
+from ckpt.match.match_positions import (
+    are_numbers,
+    members_of_groups,
+    path_in_checkpoint,
+    rename_parameter,
+)
 from ckpt.match.match_stateful import Fill, match_stateful
 from ckpt.state.memory import ORDINARY, torch_dtype
 from ckpt.state.saved import Missing, node_at
@@ -83,7 +89,7 @@ def match_optimizer(
     names = parameters.of(optimizer)
     leave_out(names, path)
     named, kept = names.named, state_of(optimizer)
-    for each in named:
+    for each in named if not builder.selection.is_all else ():
         state = [join(join(path, "state"), name) for name in each.names]
         held = kept.get(each.parameter, {})
         builder.owns(*state, *(join(name, key) for name in state for key in held))
@@ -201,7 +207,9 @@ class _OptimizerMatch:
     ) -> list[int | None]:
         """Returns the saved group of each group; None after adding a difference (rules 1 and 5)."""
         where = join(self.path, "param_groups")
-        group_of = {self._rename(name): at for at, group in saved.items() for name in group.names}
+        own = path_in_checkpoint(self.builder.saved, self.path)
+        rename = partial(rename_parameter, self.builder.saved, own, self.path)
+        group_of = {rename(name): at for at, group in saved.items() for name in group.names}
         if not self._are_as_large(members, saved, where):
             return [None] * len(members)
         places = [
@@ -317,11 +325,6 @@ class _OptimizerMatch:
             tensor = self._options[value.name, device] = whole_tensor(record).to(device)
             self.builder.fill(path, record, tensor)
         return tensor
-
-    def _rename(self, name: str) -> str:
-        """Returns a parameter's name in the target, by the rename of its state."""
-        state = join(join(path_in_checkpoint(self.builder.saved, self.path), "state"), name)
-        return self.builder.saved.rename(state).removeprefix(join(self.path, "state") + ".")
 
     # State.
 

@@ -107,7 +107,7 @@ def _new_names(
     if are_numbers(members) or (own in optimizers and module is None):
         return _by_position(members, target, optimizer)
     texts = [str(name) for name in flat]
-    new = {text: _rename(saved, own, path, text) for text in texts}
+    new = {text: rename_parameter(saved, own, path, text) for text in texts}
     if own not in optimizers or module is None:
         guessed: Mapping[Key, str] = dict(_guess_names([*new.values()], target, labels))
         return guessed or _of_old(members, target, optimizer)
@@ -130,7 +130,7 @@ def _paths(target: OptimizerNames) -> list[str]:
     return [join(target.module, label) if target.module is not None else "" for label in labels]
 
 
-def _rename(saved: Saved, own: str, path: str, name: str) -> str:
+def rename_parameter(saved: Saved, own: str, path: str, name: str) -> str:
     """Returns a parameter's name in the target, by the rename of its state."""
     renamed = saved.rename(join(join(own, "state"), name))
     return renamed.removeprefix(join(path, "state") + ".")

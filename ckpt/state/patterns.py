@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, get_args
@@ -194,6 +194,11 @@ class Selection:
 
     include: tuple[str, ...]
     exclude: tuple[str, ...]
+    is_all: bool = field(init=False, repr=False, compare=False)
+    """Whether the selection includes every name."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_all", self.include == ("*",) and not self.exclude)
 
     @classmethod
     def of(
@@ -218,11 +223,6 @@ class Selection:
     def excludes(self, name: str) -> bool:
         """Whether a pattern of `exclude` matches a name."""
         return any(matches(pattern, name) for pattern in self.exclude)
-
-    @property
-    def is_all(self) -> bool:
-        """Whether the selection includes every name."""
-        return self.include == ("*",) and not self.exclude
 
     def idle(self, names: Collection[str]) -> tuple[Claim, ...]:
         """Returns the patterns that match none of these names, or the selection if it chooses none.

@@ -148,14 +148,18 @@ class Saved:
         self._names: list[str] | None = None
         self._lists: set[str] = set()
         """The leaves that are lists whose items `name_items` has named."""
-        found = [(name, self.rename(name), leaf) for name, leaf in leaves(catalog.tree)]
-        self.leaves = by_name((new, leaf) for _, new, leaf in found)
-        self.before = {new: name for name, new, _ in found} if rename is not None else {}
-        """The checkpoint's own names of renamed leaves."""
+        self.leaves: dict[str, Tree] = {}
+        self.before: dict[str, str] = {}
+        """The checkpoint's own names of renamed leaves, by their new names."""
         if rename is None:
-            self._index(catalog.tree, "")
+            found: list[tuple[str, Tree]] = []
+            self._index(catalog.tree, "", found)
+            self.leaves = by_name(found)
         else:
-            self._index_renamed(catalog.tree, "", {name: new for name, new, _ in found})
+            renamed = {name: self.rename(name) for name, _ in leaves(catalog.tree)}
+            self.leaves = by_name((self.rename(n), leaf) for n, leaf in leaves(catalog.tree))
+            self.before = {new: name for name, new in renamed.items()}
+            self._index_renamed(catalog.tree, "", renamed)
 
     def with_names(self, table: Mapping[str, str]) -> Saved:
         """Returns the same state with further new names, as by `rename=` of a mapping."""
@@ -171,23 +175,30 @@ class Saved:
             self._names = sorted(self.leaves)
         return self._names
 
-    def _index(self, tree: Tree, path: str) -> None:
+    def _index(self, tree: Tree, path: str, found: list[tuple[str, Tree]] | None) -> None:
+        """Notes the nodes of a nest by name, and adds its leaves, as `leaves` names them."""
         if self._nodes.setdefault(path, tree) is not tree:
             self._shared_names.add(path)
-        if isinstance(tree, dict):
+        if isinstance(tree, dict) and tree:
+            before = f"{path}." if path else ""
             for key, item in tree.items():
-                self._index(item, join(path, key))
-        elif isinstance(tree, list | tuple) and any(
-            isinstance(item, dict | list | tuple) for item in tree
-        ):
-            for index, item in enumerate(tree):  # a target in DCP's form names the items of lists
-                self._index(item, join(path, index))
+                self._index(item, f"{before}{key}", found)
+            return
+        if isinstance(tree, list | tuple):
+            below = found if found is not None and holds_tensor(tree) else None
+            if below is not None or any(isinstance(item, dict | list | tuple) for item in tree):
+                for index, item in enumerate(tree):  # a target in DCP's form names items of lists
+                    self._index(item, join(path, index), below)
+            if below is not None:
+                return
+        if found is not None:
+            found.append((path or (ROOT if isinstance(tree, TensorRef) else ""), tree))
 
     def name_items(self, path: str, items: Sequence[Tree]) -> None:
         """Lets `node` find the items of a list that is a leaf, and `under` the list of an item."""
         self._lists.add(path)
         for index, item in enumerate(items):
-            self._index(item, join(path, index))
+            self._index(item, join(path, index), None)
 
     def _index_renamed(
         self, tree: Tree, path: str, renamed: Mapping[str, str]
@@ -257,9 +268,10 @@ class Saved:
             return self._sorted
         found = [path] if path in self.leaves else []
         prefix = path + "."
-        at = bisect_left(self._sorted, prefix)
-        while at < len(self._sorted) and self._sorted[at].startswith(prefix):
-            found.append(self._sorted[at])
+        names = self._sorted
+        at = bisect_left(names, prefix)
+        while at < len(names) and names[at].startswith(prefix):
+            found.append(names[at])
             at += 1
         return found or self._lists_around(path)
 

@@ -185,10 +185,11 @@ def restore_values(tree: Tree) -> object:
     Raises:
         FormatError: the parts of a stored value are not valid.
     """
-    return map_tree(tree, _restore_value)
+    return map_tree(tree, restore_value)
 
 
-def _restore_value(value: Tree) -> object:
+def restore_value(value: Tree) -> object:
+    """As `restore_values`, of a leaf."""
     if isinstance(value, DType):
         return torch_dtype(value.torch_name)
     if not isinstance(value, TypedValue):

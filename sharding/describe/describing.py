@@ -61,7 +61,9 @@ def describe(tensor: TensorLike, name: str, world: Mesh) -> tuple[torch.Tensor, 
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         check_holds(name, tensor.local, tensor.layout, rank)
         return tensor.local, tensor.layout
-    if type(tensor) not in dtensor.ORDINARY and dtensor.is_sharded(tensor):
+    if type(tensor) in dtensor.ORDINARY:  # nearly always
+        return tensor.detach(), dtensor.get_replicated(tensor.shape, world)
+    if dtensor.is_sharded(tensor):
         return dtensor.describe_sharded_tensor(tensor, name)
     return dtensor.describe(tensor, name, world)
 
