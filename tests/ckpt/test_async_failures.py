@@ -528,6 +528,7 @@ print(ckpt.read(folder)["model"]["weight"].equal(before))
     assert trainer(body, tmp_path).communicate(timeout=SECONDS) == ("5\nTrue\n", "")
 
 
+@pytest.mark.wide
 @pytest.mark.thorough
 @pytest.mark.costly
 @pytest.mark.parametrize("method", ["tcp", "file"])

@@ -19,10 +19,10 @@ import sharding
 from ckpt.saving.writers import arena_writer
 from tests.ckpt.late_copies import SECONDS, late_copies
 from tests.ckpt.trainers import KINDS, Snapshot, snapshot, train, trainer
-from tests.selection import thorough
+from tests.selection import slow, thorough
 
-QUICK_KINDS = ("plain", "wrapper-flat", "composable", "torch-fsdp2", "fully_shard-hybrid")
-"""The trainers of `make test`: each way in which parameters and optimizer states are stored."""
+ALL_WAYS = ("plain", "wrapper-flat", "composable", "torch-fsdp2", "fully_shard-hybrid")
+"""A trainer for each way in which parameters and optimizer states are stored."""
 LATER: Any = {"blocking": False, "staging": "overlapped"}
 
 
@@ -61,9 +61,7 @@ def train_while_saving(kind: str, folder: str) -> list[str]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "kind", [kind if kind in QUICK_KINDS else thorough(kind) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", [kind if kind in ALL_WAYS else slow(kind) for kind in KINDS])
 def test_training_on_changes_nothing_of_what_is_stored(
     clusters: Callable, tmp_path: Path, kind: str
 ) -> None:

@@ -74,6 +74,7 @@ def into_targets(kind: str, which: str) -> list[str]:
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("which", ["some", slow("half"), slow("the others")])
 @pytest.mark.parametrize("world_size", [2, slow(3), 4])
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,6 +121,7 @@ def convert_own(kind: str, own: str) -> None:
     assert not unlike(snapshot(target), snapshot(source), exact=True)
 
 
+@pytest.mark.wide
 @pytest.mark.thorough
 @pytest.mark.parametrize("own", STATE_DICT_KINDS)
 @pytest.mark.parametrize("kind", FLAT_KINDS)

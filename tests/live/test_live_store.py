@@ -276,6 +276,7 @@ def load_from(url: str, sockets: str, names: list[str]) -> int:
     return load_every_way(url, names)
 
 
+@pytest.mark.wide
 @pytest.mark.thorough
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("saving", [1, 3])

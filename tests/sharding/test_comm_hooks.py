@@ -245,6 +245,7 @@ def compress(dtype: torch.dtype, strategy: str, nested: bool, use_orig_params: b
         assert_equal(found, full_parameters(fsdp, theirs), rtol=epsilon, atol=epsilon / 10)
 
 
+@pytest.mark.wide
 @pytest.mark.thorough
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "one unit"])
 @pytest.mark.parametrize("strategy", STRATEGIES)

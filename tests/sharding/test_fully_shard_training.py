@@ -574,6 +574,7 @@ def checkpointed(reentrant: bool) -> None:
     assert_equal(model, replica)
 
 
+@pytest.mark.wide
 @pytest.mark.thorough
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])

@@ -221,6 +221,7 @@ def saved_full(clusters: Any) -> Callable[[str], tuple[bytes, list[float]]]:
     return cache(lambda form: clusters(2).run(save_full, form)[0])
 
 
+@pytest.mark.wide
 @pytest.mark.thorough
 @pytest.mark.parametrize("first_only", [False, True])
 @pytest.mark.parametrize("target", FORMS)
@@ -325,6 +326,7 @@ def resume(form: str, kind: str) -> None:
     assert train(again, other, range(2, 5)) == train(model, optim, range(2, 5))
 
 
+@pytest.mark.wide
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
 @pytest.mark.parametrize("form", FLAT_FORMS)

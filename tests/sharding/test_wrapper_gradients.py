@@ -138,6 +138,7 @@ def clip(strategy: str, use_orig_params: bool, norm_type: float, max_norm: float
         assert_equal(full_parameters(sharding, model), copies(replica))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("norm_type", [1, 2, 2.5, math.inf])

@@ -26,7 +26,6 @@ from torch.utils.checkpoint import checkpoint
 
 import sharding
 from sharding import FullyShardedDataParallel, ShardingStrategy
-from tests.selection import thorough
 from tests.sharding.wrapper_models import (
     CPU,
     STRATEGIES,
@@ -452,8 +451,6 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01, eps=0.1, momentum=0.5),
 }
 """With an epsilon that keeps rounding apart from the sign of a gradient that is nothing else."""
-QUICK_OPTIMIZERS = ("adam foreach", "rmsprop")
-"""Those of `make test`."""
 
 
 def optimize(kind: str, strategy: str, use_orig_params: bool) -> None:
@@ -468,7 +465,7 @@ def optimize(kind: str, strategy: str, use_orig_params: bool) -> None:
 @pytest.mark.thorough
 @pytest.mark.wide
 @pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("kind", [k if k in QUICK_OPTIMIZERS else thorough(k) for k in OPTIMIZERS])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_optimizers_that_work_number_by_number_step_the_shards_as_they_would_the_whole(
     clusters: Callable[..., Any], kind: str, use_orig_params: bool
 ) -> None:
