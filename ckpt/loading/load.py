@@ -306,10 +306,9 @@ def load_once(ranks: Ranks, url: Url, state: object, options: LoadOptions) -> Lo
             if plans.exchanged:
                 ranks.run_on_all("exchanging elements that were read", run.exchange)
             # All ranks know whether one has something to install, and unverified tensors.
+            loaded = state
             if read["installs"] or not answers.same["installs"]:
                 loaded = ranks.run_on_all("installing the loaded state", run.install)
-            else:
-                loaded = run.install()
             if read["unverified"] or not answers.same["unverified"]:
                 ranks.run_on_all("naming unverified tensors", run.warn_of_unverified)
         return Loaded(loaded, frozenset(run.names))

@@ -33,7 +33,14 @@ from ckpt.match.match_positions import name_like_target
 from ckpt.match.match_stateful import match_per_rank, match_stateful
 from ckpt.match.overlaps import find_shared_memory
 from ckpt.plan.load_plan import LoadItem
-from ckpt.state.memory import ORDINARY, check_mode, kind_problem, memory_problem, torch_can_share
+from ckpt.state.memory import (
+    ORDINARY,
+    check_mode,
+    host_address,
+    kind_problem,
+    memory_problem,
+    torch_can_share,
+)
 from ckpt.state.patterns import no_name
 from ckpt.state.per_rank import PerRank
 from ckpt.state.saved import MISSING, Missing, Saved, holds_tensor, kind_of
@@ -206,44 +213,47 @@ class _Matcher:
                 self._builder.differ(name, "missing", NOT_SAVED)
 
     def _tensor(self, given: TensorLike, name: str) -> None:
-        self._builder.owns(name)
-        if name not in self._builder.selection:
-            return
+        builder = self._builder
+        if not builder.takes_all:
+            builder.owns(name)
+            if name not in builder.selection:
+                return
         part = part_of(given) if isinstance(given, torch.Tensor) else given
         tensor = given if part is None else part
         self._keep.append(tensor)
-        unfit = _unfit(given)
-        key = id(given) if unfit else identity(tensor)
-        saved = self._builder.saved.leaves.get(name, MISSING)
+        address = host_address(tensor)  # nearly every tensor has one, and no problem
+        unfit = None if address else _unfit(given)
+        key = id(given) if unfit else identity(tensor, address)
+        saved = builder.saved.leaves.get(name, MISSING)
         if isinstance(saved, Missing):
             self._lacking[name] = key
             return
-        self._builder.used.add(name)
+        builder.used.add(name)
         if not isinstance(saved, TensorRef):
-            self._builder.differ(
+            builder.differ(
                 name, "structure", f"is {kind_of(saved)} in the checkpoint, a tensor in the target"
             )
             return
-        record = self._builder.saved.catalog.tensors[saved.name]
+        record = builder.saved.catalog.tensors[saved.name]
         if unfit is not None and (_is_lazy(given) or getattr(given, "is_nested", False)):
-            self._builder.differ(name, "structure", unfit)  # it has no shape
-        elif record.shape != tuple(tensor.shape):
-            self._builder.differ(
+            builder.differ(name, "structure", unfit)  # it has no shape
+        elif record.shape != tensor.shape:
+            builder.differ(
                 name,
                 "shape",
                 f"the checkpoint has shape {record.shape}, the target has {tuple(tensor.shape)}",
             )
         elif (lossy := dtype_problem(record.dtype, tensor.dtype, self._fit.casting)) is not None:
-            self._builder.differ(name, "dtype", lossy)
+            builder.differ(name, "dtype", lossy)
         elif unfit is not None:
-            self._builder.differ(name, "structure", unfit)
+            builder.differ(name, "structure", unfit)
         else:
-            item = self._builder.item(name, record, tensor)
+            item = builder.item(name, record, tensor, bool(address))
             first = self._filled.setdefault(key, item)
             if first is item:
-                self._builder.items.append(item)
+                builder.items.append(item)
             else:
-                self._builder.ties.append((first, item))
+                builder.ties.append((first, item))
 
     def _array(self, array: np.ndarray, path: str) -> Installer:
         """Fills an array in place, or through a copy if torch cannot share its memory.

@@ -119,9 +119,18 @@ class MatchBuilder:
     own_names: list[str] = field(default_factory=list)
     """The target's names that patterns may match; empty if the selection includes all names."""
     _dtypes: dict[DType, torch.dtype] = field(default_factory=dict)
+    takes_all: bool = field(init=False)
+    """Whether the selection includes all names."""
 
-    def item(self, name: str, record: TensorRecord, tensor: TensorLike) -> LoadItem:
+    def __post_init__(self) -> None:
+        self.takes_all = self.selection.is_all
+
+    def item(
+        self, name: str, record: TensorRecord, tensor: TensorLike, is_in_order: bool = False
+    ) -> LoadItem:
         """Returns a new item that fills a tensor of the target. The caller adds it to a list.
+
+        `is_in_order` says that the tensor has a `host_address`.
 
         Raises:
             ShardingError: `describe` cannot describe the tensor.
@@ -132,7 +141,7 @@ class MatchBuilder:
             dtype = self._dtypes[record.dtype] = torch_dtype(record.dtype.torch_name)
         number = len(self.targets)
         self.targets.append(Target(tensor, local))
-        is_direct = local.dtype == dtype and is_plain(local)
+        is_direct = local.dtype == dtype and (is_in_order or is_plain(local))
         return LoadItem(name, record.name, number, layout, tuple(local.shape), is_direct)
 
     def fill(self, name: str, record: TensorRecord, tensor: TensorLike) -> None:
@@ -145,7 +154,7 @@ class MatchBuilder:
 
     def owns(self, *names: str) -> None:
         """Adds names of the target that patterns may match."""
-        if not self.selection.is_all:
+        if not self.takes_all:
             self.own_names += names
 
     def selects(self, path: str) -> bool:
@@ -158,7 +167,7 @@ class MatchBuilder:
 
         If the checkpoint has no such name: whether it includes `otherwise`, by default the path.
         """
-        if self.selection.is_all:
+        if self.takes_all:
             return True
         below = self.saved.under(path) or [path if otherwise is None else otherwise]
         return any(name in self.selection for name in below)

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -155,7 +156,8 @@ class LoadPlan:
     def nbytes(self) -> int:
         """Bytes that this rank reads from files, before they are rounded out to chunks."""
         scattered = (request for round_ in self.scatter_rounds for request in round_.requests)
-        return sum(r.nbytes for r in self.requests) + sum(r.nbytes for r in scattered)
+        wanted = chain(self.requests, scattered)
+        return sum(request.box_copy.numel * request.itemsize for request in wanted)
 
     @property
     def fingerprint(self) -> int:

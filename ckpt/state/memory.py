@@ -85,7 +85,7 @@ def will_change(tensor: torch.Tensor | LocalPart) -> None:
     if isinstance(tensor, LocalPart):
         increment_version(tensor.local)
         return
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if type(tensor) not in ORDINARY:
         if is_sharded(tensor):
             for shard in tensor.local_shards():
                 increment_version(shard.tensor)
@@ -326,6 +326,13 @@ def address_of(tensor: torch.Tensor) -> int:
     except (RuntimeError, NotImplementedError):  # torch's, for a tensor without a storage
         pass
     return 0
+
+
+def host_address(tensor: object) -> int:
+    """Returns `address_of` an ordinary tensor whose values are bits of host memory; else 0."""
+    if type(tensor) not in ORDINARY or not tensor.is_cpu or is_conj_or_neg(tensor):  # type: ignore[attr-defined, arg-type]
+        return 0
+    return address_of(tensor)  # type: ignore[arg-type]
 
 
 def memory_problem(local: torch.Tensor) -> str | None:

@@ -52,6 +52,9 @@ def names_of(tree: Tree, path: str = "") -> Iterator[str]:
             yield from names_of(item, join(path, index))
 
 
+_NESTS = (dict, list, tuple, Mapping)  # the test of an abstract class takes longest
+
+
 def nodes_in(
     nest: object, is_wanted: Callable[[object], TypeGuard[_T]], path: str = ""
 ) -> Iterator[tuple[str, _T]]:
@@ -64,10 +67,12 @@ def nodes_in(
         yield path, nest
     elif isinstance(nest, Mapping):
         for key, item in nest.items():
-            yield from nodes_in(item, is_wanted, join(path, key))
+            if is_wanted(item) or isinstance(item, _NESTS):
+                yield from nodes_in(item, is_wanted, join(path, key))
     elif isinstance(nest, list | tuple):
         for index, item in enumerate(nest):
-            yield from nodes_in(item, is_wanted, join(path, index))
+            if is_wanted(item) or isinstance(item, _NESTS):
+                yield from nodes_in(item, is_wanted, join(path, index))
 
 
 def node_at(tree: Tree, path: str) -> Tree | Missing:

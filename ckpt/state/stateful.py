@@ -44,6 +44,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.errors import StateError
+from ckpt.state.memory import host_address
 from ckpt.state.subclass_state import ORDINARY, inner_of, plain, take_apart
 from formats.catalog import join
 from sharding.describe.describing import TensorLike, flat_members, is_divided
@@ -365,15 +366,18 @@ def has_address(tensor: TensorLike) -> TypeGuard[torch.Tensor]:
     return isinstance(tensor, torch.Tensor) and tensor.numel() > 0
 
 
-def identity(tensor: TensorLike) -> object:
+def identity(tensor: TensorLike, address: int = 0) -> object:
     """Returns a value that is equal for tied tensors: one object, or one view of the same memory.
 
     All ranks must see the same ties, and an empty shard has no memory to compare. DTensors and
     ShardedTensors are therefore tied only as one object, and parts by their flat parameter. So are
     tensors without memory of their own: sparse ones, wrappers of other tensors, lazy ones.
+    `address` is the tensor's `host_address` if it is known.
     """
     if isinstance(tensor, LocalPart):
         return id(tensor) if tensor.key is None else tensor.key
+    if address := address or host_address(tensor):
+        return address, tensor.shape, tensor.dtype
     try:
         if not has_address(tensor):
             return id(tensor)

@@ -213,12 +213,22 @@ class NativePieces:
         self._places = places
 
     def locate(self, box: Box, but: int | None = None) -> Iterator[StoredPiece]:
-        """Yields the stored pieces that overlap `box`, except those of one rank."""
-        shard, name = self._shards.shard, self._name
-        header, alike, start = None, None, None
+        """Returns the stored pieces that overlap `box`, except those of one rank."""
         places = self._places.of(box)
         if but is not None:
             places = tuple(place for place in places if place[0] != but)
+        if len(places) == 1:  # nearly every tensor of a rank that has the part of one
+            rank, expected, pieces = places[0]
+            opened = self._shards.shard(rank, self._name)
+            if not opened.index.runs:
+                start = opened.start(self._name, expected)
+                extent = opened.extent(self._name, expected, start)
+                return iter([StoredPiece(piece, extent) for piece in pieces])
+        return self._locate(places, box)
+
+    def _locate(self, places: tuple[_Held, ...], box: Box) -> Iterator[StoredPiece]:
+        shard, name = self._shards.shard, self._name
+        header, alike, start = None, None, None
         if len(places) > 1:
             self._shards.open_together([place[0] for place in places], name)
         for rank, expected, pieces in places:
