@@ -69,14 +69,12 @@ class Chunks(Protocol):
 
         Returns the index of the first chunk with another digest; None if all digests are equal.
         """
-        ...
 
     def decode(self, index: int, stored: memoryview, width: int, target: memoryview) -> None:
         """Decodes the stored bytes of a chunk into `target`, which has the decoded length.
 
         `width` is the extent's `itemsize`. Raises CorruptError for bytes that cannot be decoded.
         """
-        ...
 
 
 class Extent(NamedTuple):
@@ -110,11 +108,9 @@ class Pieces(Protocol):
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
         """Yields the stored pieces that overlap `box`, each whole. May read file headers."""
-        ...
 
     def __iter__(self) -> Iterator[StoredPiece]:
         """Yields all stored pieces."""
-        ...
 
 
 class PieceTable:
@@ -131,7 +127,6 @@ class PieceTable:
                 self._reach = max(self._reach, stored.piece.box.hi[0] - stored.piece.box.lo[0])
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
-        """Yields the pieces that overlap `box`."""
         first = bisect_left(self._starts, box.lo[0] - self._reach + 1) if self._starts else 0
         for stored in self._pieces[first:]:
             if self._starts and stored.piece.box.lo[0] >= box.hi[0]:

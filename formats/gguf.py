@@ -331,7 +331,6 @@ class _Header:
         return int(found)
 
     def text(self, errors: str = "backslashreplace") -> str:
-        """Reads a string."""
         return self.take(self.number(_U64)).decode("utf-8", errors)
 
     def value(self, kind: int, depth: int = 0) -> Tree:

@@ -158,11 +158,9 @@ class Subfolder:
         return self._reader.entries(join_folder(self._folder, folder))
 
     def size(self, name: str) -> int:
-        """Returns the size of a file."""
         return self._reader.size(f"{self._folder}/{name}")
 
     def read_whole(self, name: str, limit: int) -> bytes:
-        """Reads all bytes of a small file."""
         return self._reader.read_whole(f"{self._folder}/{name}", limit)
 
     def read_end(self, name: str, size: int, length: int) -> bytes:
@@ -170,11 +168,9 @@ class Subfolder:
         return self._reader.read_end(f"{self._folder}/{name}", size, length)
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        """Reads exactly these bytes of a file."""
         return self._reader.read(f"{self._folder}/{name}", offset, length)
 
     def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
-        """Fills buffers end to end with the bytes from `offset` on."""
         self._reader.read_into(f"{self._folder}/{name}", offset, *targets)
 
 
@@ -185,7 +181,6 @@ class _PiecesBelow:
         self._reader, self._folder, self._pieces = reader, folder, pieces
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
-        """Yields the pieces that overlap `box`."""
         with within(self._reader, self._folder):
             yield from map(self._move, self._pieces.locate(box))
 

@@ -131,7 +131,6 @@ class _Body:
         return CorruptError(f"{self._where}: {problem}; restore the checkpoint from another copy")
 
     def take(self, nbytes: int) -> bytes:
-        """Returns the next bytes."""
         found = self.data[self._at : self._at + nbytes]
         if len(found) != nbytes:
             raise self.wrong(f"it ends after {len(self.data)} bytes, and {nbytes} more are named")

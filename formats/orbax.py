@@ -147,7 +147,6 @@ class _Arrays:
 
     @property
     def files(self) -> list[FileRecord]:
-        """The files of all arrays."""
         return [FileRecord(name, size) for name, size in self._sizes.items()]
 
     def leaf(self, name: str, kind: str) -> Tree:

@@ -48,47 +48,39 @@ class Reader(Protocol):
     @property
     def read_bytes(self) -> int:
         """The best size of a read: `LOCAL_READ_BYTES`, or a larger one for servers."""
-        ...
 
     def names(self) -> list[str]:
         """Returns the files directly in the folder, sorted."""
-        ...
 
     def entries(self, folder: str = "") -> list[str]:
         """Returns the files and, with a slash at the end, the folders directly in the folder.
 
         `folder` is a sub-folder, by its relative path. Sorted; one listing; none if it is missing.
         """
-        ...
 
     def size(self, name: str) -> int:
         """Returns the size of a file. Raises FileNotFoundError with its name."""
-        ...
 
     def read_whole(self, name: str, limit: int) -> bytes:
         """Reads all bytes of one version of a small file, in one request.
 
         Raises FileNotFoundError with its name, or TooLargeError if it has more than `limit` bytes.
         """
-        ...
 
     def read_end(self, name: str, size: int, length: int) -> bytes:
         """Reads the last `length` bytes of a file of `size` bytes, in one request.
 
         Raises FileNotFoundError with its name, or SizeError if the file has another size.
         """
-        ...
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Reads exactly these bytes of a file that exists.
 
         Raises CorruptError if the file ends before, or GoneError if it is missing.
         """
-        ...
 
     def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
         """Fills writable buffers end to end with the bytes from `offset` on. Raises as `read`."""
-        ...
 
 
 def in_place(
@@ -158,11 +150,9 @@ class FileWriter(Protocol):
 
     def write(self, buffers: Iterable[Buffer]) -> None:
         """Appends the buffers in order. They may be reused as soon as this returns."""
-        ...
 
     def rewrite_start(self, data: Buffer) -> None:
         """Replaces the first `len(data)` bytes, which must be written before."""
-        ...
 
 
 @runtime_checkable
@@ -174,7 +164,6 @@ class CopyingFileWriter(Protocol):
 
         Nobody compares checksums then: the bytes do not pass by this process.
         """
-        ...
 
 
 @runtime_checkable
@@ -183,7 +172,6 @@ class PlacedFileWriter(Protocol):
 
     def write_at(self, offset: int, data: Buffer) -> None:
         """Writes the bytes at this place. No byte may be left out in the end."""
-        ...
 
 
 class Writer(Protocol):
@@ -193,7 +181,6 @@ class Writer(Protocol):
 
     def create(self, name: str) -> AbstractContextManager[FileWriter]:
         """Returns a writer of a new file: durable if the block succeeds, removed otherwise."""
-        ...
 
 
 P = ParamSpec("P")

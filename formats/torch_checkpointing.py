@@ -142,7 +142,6 @@ class _RankPieces:
     """A piece, the file that has it, and the record of its storage."""
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
-        """Yields the pieces that overlap `box`."""
         for piece, file, record in self.parts:
             if piece.box & box:
                 yield StoredPiece(piece, file.archive.extent(record))
@@ -176,7 +175,6 @@ class _Folder:
     records: list[FileRecord] = field(default_factory=list)
 
     def item(self, item: str, tensors: Tensors) -> Tree:
-        """Returns the tree of one item."""
         names = self.files[item]
         files = {rank: self._open(names[rank]) for rank in sorted(names)}
         if not tensors:

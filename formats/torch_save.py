@@ -155,7 +155,6 @@ class _Constants:
         return self.archive.record(f"constants/{key}").nbytes
 
     def extent_of(self, key: str) -> Extent:
-        """Returns the extent of a storage."""
         return self.archive.extent(f"constants/{key}")
 
 
@@ -286,7 +285,6 @@ class LegacyStorages:
             raise SizeError(file, size, at)
 
     def nbytes_of(self, key: str) -> int:
-        """Returns the bytes of a storage."""
         return self._extents[key].nbytes
 
     def extent_of(self, key: str) -> Extent:

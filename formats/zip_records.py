@@ -79,7 +79,6 @@ class Window:
         return self._at
 
     def seekable(self) -> bool:
-        """Returns True."""
         return True
 
     def read(self, nbytes: int = -1, /) -> bytes:
@@ -147,7 +146,6 @@ class Compressed:
     reader: Reader
 
     def extent(self, chunks: Chunks) -> Extent:
-        """Returns the extent with these chunks."""
         return Extent(self.file, self.offset, self.raw_bytes, chunks)
 
     def beginning(self, nbytes: int) -> bytes:
@@ -263,7 +261,6 @@ class Archive:
         return self.record(f"data/{key}").nbytes
 
     def extent_of(self, key: str) -> Extent:
-        """Returns the extent of the storage with this key."""
         return self.extent(f"data/{key}")
 
     def extent(self, name: str) -> Extent:

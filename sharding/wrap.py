@@ -45,7 +45,6 @@ class CallablePolicy(Protocol):
 
     def __call__(self, *, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         """Returns whether to visit the module's children (`recurse`), or to wrap the module."""
-        ...
 
 
 # --- Policies that see the whole tree ------------------------------------------------------------

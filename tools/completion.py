@@ -38,7 +38,6 @@ class Options:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declares the arguments."""
     parser.add_argument(
         "shell",
         metavar="SHELL",

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast, get_args
+from typing import TYPE_CHECKING, cast, get_args
 
 from ckpt.arguments import DtypeName, FormatName, KindName
 from ckpt.display import count, printable, size
@@ -62,8 +62,19 @@ compared, memory stays bounded, and a loss of weights is an error that names the
 SHOWN_LEFT_OUT = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """The options that decide what is printed of a conversion."""
+
+    dry_run: bool
+    verify: bool
+    verbose: bool
+    quiet: bool
+    as_json: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(Shown):
     """The source, the target, and the changes on the way."""
 
     src: str
@@ -85,18 +96,12 @@ class Options:
     dtype: list[Pair] | None
     kind: KindName | None
     world_size: int | None
-    dry_run: bool
     resume: bool
-    verify: bool
-    verbose: bool
-    quiet: bool
-    as_json: bool
     storage_options: list[Option] | None = field(default=None, repr=False)
     dst_storage_options: list[Option] | None = field(default=None, repr=False)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declares the arguments."""
     add = parser.add_argument
     add(
         "src",
@@ -227,35 +232,6 @@ def run(options: Options) -> int:
     return ExitCode.FINE
 
 
-class Shown(Protocol):
-    """The options that decide what is printed of a conversion."""
-
-    @property
-    def dry_run(self) -> bool:
-        """Whether nothing is written."""
-        ...
-
-    @property
-    def verify(self) -> bool:
-        """Whether the result is read back."""
-        ...
-
-    @property
-    def verbose(self) -> bool:
-        """Whether each tensor is a line."""
-        ...
-
-    @property
-    def quiet(self) -> bool:
-        """Whether nothing is printed."""
-        ...
-
-    @property
-    def as_json(self) -> bool:
-        """Whether JSON is printed."""
-        ...
-
-
 def show(options: Shown, report: ConvertReport, seconds: float) -> None:
     """Prints the report of a conversion."""
     if options.as_json:
@@ -274,7 +250,6 @@ def show(options: Shown, report: ConvertReport, seconds: float) -> None:
 
 
 def _summary(options: Shown, report: ConvertReport, seconds: float) -> dict[str, object]:
-    """The report for programs."""
     found: dict[str, object] = {
         "src": report.src,
         "dst": report.dst,

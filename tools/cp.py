@@ -38,7 +38,6 @@ class Options:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declares the arguments."""
     parser.add_argument("src", metavar="SRC", help="a folder of checkpoints, or one checkpoint")
     parser.add_argument("dst", metavar="DST", help="the folder of the copy, as a path or URL")
     add_quiet(parser)

@@ -85,7 +85,6 @@ class Options:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declares the arguments."""
     add = parser.add_argument
     add("a", metavar="A", help="a path or URL")
     add("b", metavar="B", help="another one, of any format")

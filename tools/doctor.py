@@ -41,7 +41,6 @@ class Options:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declares the arguments."""
     parser.add_argument(
         "url",
         metavar="FOLDER",

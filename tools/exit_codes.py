@@ -99,7 +99,6 @@ def epilog(examples: Sequence[tuple[str, str]], codes: Iterable[ExitCode]) -> st
 
 
 def code_of(error: BaseException) -> ExitCode:
-    """Returns the exit code for an error."""
     found = ExitCode.INTERNAL
     for kinds, code in _BY_ERROR:
         if isinstance(error, kinds):

@@ -38,7 +38,6 @@ class Options:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declares the arguments."""
     add = parser.add_argument
     add("checkpoints", metavar="CHECKPOINT", nargs="+", help="paths or URLs")
     add("--select", metavar="KEYPATH", help="only what is below this key path, without it in names")

@@ -82,7 +82,6 @@ class Options:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declares the arguments."""
     add = parser.add_argument
     add("url", metavar="CHECKPOINT", help="a path or URL")
     add(

@@ -98,7 +98,6 @@ class Row:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declares the arguments."""
     parser.add_argument(
         "url", metavar="FOLDER", nargs="?", default=".", help="a path or URL; default: here"
     )

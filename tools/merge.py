@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, get_args
 
 from ckpt.arguments import FormatName
-from tools.convert import dtype_pair, dtypes_of, ranks_of_torchrun, show
+from tools.convert import Shown, dtype_pair, dtypes_of, ranks_of_torchrun, show
 from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import (
     Option,
@@ -41,8 +41,8 @@ have to be equal in all.""",
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(Shown):
     """The sources with their weights, and the target."""
 
     sources: list[str]
@@ -60,18 +60,12 @@ class Options:
     config: str | None
     dtype: list[Pair] | None
     overwrite: bool
-    dry_run: bool
     resume: bool
-    verify: bool
-    verbose: bool
-    quiet: bool
-    as_json: bool
     storage_options: list[Option] | None = field(default=None, repr=False)
     dst_storage_options: list[Option] | None = field(default=None, repr=False)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declares the arguments."""
     add = parser.add_argument
     add("sources", metavar="SRC", nargs="+", help="paths or URLs; with --last the folder of a run")
     add("dst", metavar="DST", help="a path or URL that does not exist yet")

@@ -39,7 +39,6 @@ class Options:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declares the arguments."""
     parser.add_argument("url", metavar="RUN/step-N", help="the checkpoint, as a path or URL")
     parser.add_argument(
         "name",

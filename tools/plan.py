@@ -55,7 +55,6 @@ class Options:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declares the arguments."""
     add = parser.add_argument
     add("url", metavar="CHECKPOINT", help="a path or URL")
     add("--world-size", type=_world_size, required=True, metavar="N", help="the job's ranks")

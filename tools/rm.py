@@ -55,7 +55,6 @@ class Options:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declares the arguments."""
     parser.add_argument(
         "urls",
         metavar="CHECKPOINT",

@@ -48,7 +48,6 @@ class Options:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument("folder", metavar="RUN", help="a folder with checkpoints, or a checkpoint")
     parser.add_argument(
         "--address",

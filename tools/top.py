@@ -91,7 +91,6 @@ class Look:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declares the arguments."""
     add = parser.add_argument
     add(
         "url",

@@ -39,7 +39,6 @@ class Options:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declares the arguments."""
     parser.add_argument(
         "urls", metavar="CHECKPOINT", nargs="+", help="paths or URLs; RUN/*/ are those of a run"
     )

@@ -187,7 +187,6 @@ def _below(reader: Reader, folder: str, part: Catalog, progress: Progress) -> Fi
 
 
 def _of_parts(found: Sequence[tuple[Catalog, Findings]]) -> Findings:
-    """Returns the findings of several parts as one."""
     checked = dict.fromkeys(f"{part.format}: {each.checked}" for part, each in found)
     return Findings(
         "; ".join(checked),

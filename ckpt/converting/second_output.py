@@ -138,7 +138,6 @@ class SecondOutput:
         Casts.of(self.dtype)
 
     def at(self, step: int) -> SecondOutput:
-        """Returns the output of a step."""
         return replace(self, place=os.fspath(self.place).replace(STEP, str(step)))
 
     def check_steps(self) -> None:
@@ -411,7 +410,6 @@ class StagedPieces:
     """All stored pieces; None if those of other ranks are of no use."""
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
-        """Yields the pieces that overlap `box`."""
         if self.extent is not None:
             for piece in self.layout.pieces(self.rank):
                 if piece.box & box:

@@ -549,7 +549,6 @@ class Journal:
         return _JournalWriter(self, writer)
 
     def incomplete(self, plans: Sequence[FilePlan]) -> list[FilePlan]:
-        """Returns the files that are not complete."""
         return [plan for plan in plans if plan.name not in self.done]
 
     def add(self, name: str) -> None:

@@ -92,7 +92,6 @@ class Link:
     """By the rank of the shard file."""
 
     def dump(self) -> bytes:
-        """Returns the link as bytes."""
         rows = [[rank, d.name, d.size, d.width, d.digest] for rank, d in self.deltas.items()]
         fields = {
             "format": FORMAT,
@@ -151,7 +150,6 @@ def version_numbers(folders: Sequence[str], kind: str = VERSION) -> list[int]:
 
 
 def version_url(url: str, number: int, kind: str = VERSION) -> str:
-    """Returns the URL of the folder of a version."""
     return join_url(url, f"{kind}{number:08d}")
 
 

@@ -295,7 +295,6 @@ def receive_message(connected: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def close_all(descriptors: Sequence[int]) -> None:
-    """Closes descriptors."""
     for one in descriptors:
         with suppress(OSError):
             os.close(one)

@@ -53,7 +53,6 @@ class MemoryFile:
         return self._mapped
 
     def segments(self, lo: int, hi: int) -> Iterator[Segment]:
-        """Yields the ranges of descriptors for bytes `lo` to `hi`."""
         at = 0
         for one in self.parts:
             first, last = max(lo, at), min(hi, at + one.nbytes)
@@ -122,7 +121,6 @@ class SharedFile:
 
     @property
     def size(self) -> int:
-        """The bytes of the file."""
         return self._ends[-1] if self._ends else 0
 
     def read_into(self, offset: int, views: Sequence[memoryview]) -> int:

@@ -184,7 +184,6 @@ class StoredVersion(ReadOnlyStore):
         return []
 
     def sizes(self) -> dict[str, int]:
-        """Returns the sizes of the files, by name."""
         return {name: self.size(name) for name in self.names()}
 
     def exists(self, name: str) -> bool:
@@ -192,7 +191,6 @@ class StoredVersion(ReadOnlyStore):
         return name == MANIFEST or name in self._ranks
 
     def size(self, name: str) -> int:
-        """Returns the size of a file."""
         if name == MANIFEST:
             return len(self._newest.link.manifest.encode())
         if name not in self._ranks:
@@ -211,7 +209,6 @@ class StoredVersion(ReadOnlyStore):
         return super().read_whole(name, limit)
 
     def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
-        """Fills the buffers end to end with the bytes from `offset` on."""
         views = [target.cast("B") for target in targets if target.nbytes]
         end = offset + sum(map(len, views))
         if not self.exists(name):

@@ -300,7 +300,6 @@ class _Array:
     axes: tuple[str, ...]
 
     def size(self, axis: str) -> int:
-        """Returns the size of an axis."""
         return self.view.shape[self.axes.index(axis)]
 
     def part(self, indices: Mapping[str, int], lo: int, hi: int) -> _Array:

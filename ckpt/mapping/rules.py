@@ -219,7 +219,6 @@ def name_axes(name: str) -> tuple[str, ...]:
 
 
 def parameters_in(size: Size) -> list[str]:
-    """Returns the parameters in a size."""
     return re.findall(r"[A-Za-z_]\w*", str(size))
 
 
@@ -527,7 +526,6 @@ class _Table:
         return tuple(items)
 
     def text(self, key: str) -> str:
-        """Returns one text."""
         value = self._found.get(key)
         if not isinstance(value, str):
             raise self._wrong(key, "a text")
@@ -541,21 +539,18 @@ class _Table:
         return value
 
     def items(self, key: str) -> list[object]:
-        """Returns a list."""
         value = self._found.get(key, [])
         if not isinstance(value, list):
             raise self._wrong(key, "a list")
         return value
 
     def table(self, key: str) -> Mapping[str, object]:
-        """Returns a table."""
         value = self._found.get(key, {})
         if not isinstance(value, dict):
             raise self._wrong(key, "a table")
         return value
 
     def tables(self, key: str) -> list[Mapping[str, object]]:
-        """Returns a list of tables."""
         tables: list[Mapping[str, object]] = []
         for item in self.items(key):
             if not isinstance(item, dict):

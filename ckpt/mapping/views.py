@@ -37,11 +37,9 @@ class View(Protocol):
     @property
     def shape(self) -> Shape:
         """The shape of the tensor."""
-        ...
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
         """Yields the pieces of the elements of a box, and perhaps of more."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,6 @@ class Stored:
     pieces: Pieces
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
-        """Yields the stored pieces that overlap `box`."""
         return self.pieces.locate(box)
 
 
@@ -65,11 +62,9 @@ class Permuted:
 
     @property
     def shape(self) -> Shape:
-        """The shape of the tensor."""
         return _pick(self.below.shape, self.order)
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
-        """Yields the pieces that overlap `box`."""
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
         order = self.order
         for piece, extent in self.below.locate(Box(_pick(box.lo, back), _pick(box.hi, back))):
@@ -88,7 +83,6 @@ class Narrowed:
 
     @property
     def shape(self) -> Shape:
-        """The shape of the tensor."""
         return _replace(self.below.shape, self.dim, 1, (self.hi - self.lo,))
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
@@ -111,11 +105,9 @@ class Inserted:
 
     @property
     def shape(self) -> Shape:
-        """The shape of the tensor."""
         return _replace(self.below.shape, self.dim, 0, (1,))
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
-        """Yields the pieces that overlap `box`."""
         dim = self.dim
         below = Box(_replace(box.lo, dim, 1, ()), _replace(box.hi, dim, 1, ()))
         for piece, extent in self.below.locate(below):
@@ -133,11 +125,9 @@ class Dropped:
 
     @property
     def shape(self) -> Shape:
-        """The shape of the tensor."""
         return _replace(self.below.shape, self.dim, 1, ())
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
-        """Yields the pieces that overlap `box`."""
         dim = self.dim
         below = Box(_replace(box.lo, dim, 0, (0,)), _replace(box.hi, dim, 0, (1,)))
         for piece, extent in self.below.locate(below):
@@ -160,11 +150,9 @@ class Joined:
 
     @property
     def shape(self) -> Shape:
-        """The shape of the tensor."""
         return _replace(self.parts[0].shape, self.dim, 1, (self._starts[-1],))
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
-        """Yields the pieces that overlap `box`."""
         lo, hi = box.lo[self.dim], box.hi[self.dim]
         index = max(0, bisect_right(self._starts, lo) - 1)
         while index < len(self.parts) and self._starts[index] < hi:
@@ -186,7 +174,6 @@ class Unflattened:
 
     @property
     def shape(self) -> Shape:
-        """The shape of the tensor."""
         return _replace(self.below.shape, self.dim, 1, self.sizes)
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
@@ -222,7 +209,6 @@ class Flattened:
 
     @property
     def shape(self) -> Shape:
-        """The shape of the tensor."""
         shape = self.below.shape
         return _replace(
             shape, self.dim, self.count, (prod(shape[self.dim : self.dim + self.count]),)
@@ -281,7 +267,6 @@ class ViewPieces:
         return self.view.locate(box)
 
     def __iter__(self) -> Iterator[StoredPiece]:
-        """Yields all pieces."""
         return self.view.locate(Box.whole(self.view.shape))
 
 

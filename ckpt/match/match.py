@@ -165,7 +165,6 @@ class _Matcher:
         return self._value(node, path)
 
     def match_optimizers(self) -> None:
-        """Matches all optimizers of the target."""
         for path, optimizer in self._optimizers.items():
             self._steps[path] = match_optimizer(
                 self._builder, self._tensor, self._leave_out, optimizer, self._parameters, path

@@ -344,7 +344,6 @@ class _OptimizerMatch:
                     )
 
     def _iter_saved(self, named: NamedParameter) -> Iterator[SavedState]:
-        """Yields the saved state of each name of a parameter."""
         tensors = self.builder.saved.catalog.tensors
         shapes = [part.layout.shape for part in named.slices] or [tuple(named.parameter.shape)]
         for name, shape in zip(named.names, shapes, strict=True):

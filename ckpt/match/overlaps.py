@@ -305,7 +305,6 @@ def _in_cluster(extents: list[Extent]) -> Iterator[tuple[str, str]]:
 
 
 def _extent(name: str, tensor: torch.Tensor) -> Extent:
-    """Returns the extent of a tensor."""
     lo, itemsize, device = tensor.data_ptr(), tensor.itemsize, str(tensor.device)
     if tensor.is_contiguous():
         run = itemsize * tensor.numel()

@@ -36,19 +36,15 @@ class InFlight(Protocol):
 
     def finished(self, timeout: float | None = None) -> bool:
         """Whether the save has ended, in success or not, within so many seconds; None waits."""
-        ...
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Returns once the state is copied and may be changed."""
-        ...
 
     def untold(self) -> Exception | None:
         """Returns the save's error if no caller has seen it, and counts it as seen from now on."""
-        ...
 
     def warn_untold(self, stacklevel: int = 2) -> None:
         """Gives a warning of the save that no caller has seen."""
-        ...
 
 
 class SaveQueue:

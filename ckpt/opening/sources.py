@@ -438,7 +438,6 @@ class _ReplacementGuard:
         return getattr(self._store, name)
 
     def size(self, name: str) -> int:
-        """Returns the size of a file."""
         try:
             return self._store.size(name)
         except FileNotFoundError as error:
@@ -468,7 +467,6 @@ class _ReplacementGuard:
             raise
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        """Reads exactly these bytes of a file."""
         try:
             return self._store.read(name, offset, length)
         except (GoneError, FileNotFoundError) as error:
@@ -476,7 +474,6 @@ class _ReplacementGuard:
             raise
 
     def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
-        """Fills the buffers end to end with the bytes from `offset` on."""
         try:
             self._store.read_into(name, offset, *targets)
         except (GoneError, FileNotFoundError) as error:

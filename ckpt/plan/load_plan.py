@@ -149,7 +149,6 @@ class LoadPlan:
 
     @property
     def requests(self) -> Iterator[ReadRequest]:
-        """The requests of `reads`."""
         return (request for read in self.reads for request in read.requests)
 
     @property

@@ -328,7 +328,6 @@ class _Seen:
         return getattr(self._store, name)
 
     def sizes(self) -> dict[str, int]:
-        """Returns the sizes of the files directly in the folder, by name."""
         files = self._listing.files.get(self._folder, {})
         return {name: file.nbytes or 0 for name, file in files.items()}
 
@@ -338,7 +337,6 @@ class _Seen:
         return {name: file.modified for name, file in files.items()}
 
     def folders(self) -> list[str]:
-        """Returns the folders directly in the folder, sorted."""
         above = f"{self._folder}/" if self._folder else ""
         inside = (path for path in self._listing.files if path and path.startswith(above))
         return sorted({path.removeprefix(above).split("/")[0] for path in inside})

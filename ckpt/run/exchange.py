@@ -258,7 +258,6 @@ class RunRanks:
         self.run_on_first("pinning a checkpoint", write)
 
     def place(self, step: int) -> str:
-        """Returns the folder of a step of the run."""
         return join_url(self.url, folder_name(step))
 
     def restorable(

@@ -273,7 +273,6 @@ def provenance(hosts: Sequence[str]) -> str:
 
 
 def host_name() -> str:
-    """Returns the name of this host."""
     return socket.gethostname()
 
 

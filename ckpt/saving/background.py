@@ -48,32 +48,25 @@ class Also(Protocol):
     @property
     def place(self) -> Any:
         """The file or folder."""
-        ...
 
     @property
     def storage_options(self) -> Options:
         """The options of its store's driver."""
-        ...
 
     def check(self, store: Store, is_first: bool) -> None:
         """Raises if the output cannot be written; `store` is the folder of the checkpoint."""
-        ...
 
     def plan(self, store: Store, described: StateSpec) -> object:
         """Raises, alike on all ranks, if the state has no such output."""
-        ...
 
     def write(self, ranks: Ranks, save: CommittedSave) -> None:
         """Writes the output; it exists when this returns, or all ranks raise."""
-        ...
 
     def at(self, step: int) -> Also:
         """Returns the output of a step of a run."""
-        ...
 
     def check_steps(self) -> None:
         """Raises ArgumentError if the steps of a run have no places of their own."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,21 +124,17 @@ class Target(Protocol):
     @property
     def handle(self) -> SaveHandle:
         """The save's handle."""
-        ...
 
     @property
     def attempt(self) -> SaveAttempt:
         """The ranks' agreement."""
-        ...
 
     @property
     def queue(self) -> SaveQueue:
         """The saves that this one follows."""
-        ...
 
     def arena_writer(self) -> ArenaWriter:
         """Returns the arena to stage in, and its writer."""
-        ...
 
     def write(
         self, data: memoryview, place: ArenaWriter, ring: Ring | None, fill: Fill
@@ -154,7 +143,6 @@ class Target(Protocol):
 
         With a ring, `fill` brings the bytes that pass it.
         """
-        ...
 
     def end(
         self,
@@ -168,7 +156,6 @@ class Target(Protocol):
         All ranks call this in one call of `ranks`, each with its file's facts or its error, and
         with the staged bytes.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

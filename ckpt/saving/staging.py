@@ -559,7 +559,6 @@ def runs_hooks(given: Optimizer) -> bool:
 
 
 def optimizers(state: object, depth: int = 0) -> Iterator[Optimizer]:
-    """Yields the optimizers in a nest."""
     if isinstance(state, Optimizer):
         yield state
     elif depth > MAX_DEPTH:

@@ -69,11 +69,9 @@ class Stateful(Protocol):
 
     def state_dict(self) -> Mapping[str, object]:
         """Returns the state: a nest of values that can be stored."""
-        ...
 
     def load_state_dict(self, state_dict: Any, /) -> object:
         """Takes over a state that `state_dict` returned."""
-        ...
 
 
 @contextmanager

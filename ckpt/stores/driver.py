@@ -105,22 +105,18 @@ class Driver(Protocol):
 
     def server(self) -> str:
         """Returns the identity of the server, to remember its guarantees; "" before a request."""
-        ...
 
     def list_folder(self, folder: str) -> list[ObjectInfo]:
         """Lists the files and folders directly in a folder; none if the folder does not exist."""
-        ...
 
     def list_below(self, folder: str) -> list[ObjectInfo] | None:
         """Lists all files in a folder and in the folders below; their names are paths.
 
         Returns None if the server has no such listing, or if it takes too long (`Below`).
         """
-        ...
 
     def head(self, path: str) -> ObjectInfo:
         """Returns the properties of one file."""
-        ...
 
     def get_range(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
         """Fills buffers end to end with the bytes from `offset` on.
@@ -128,18 +124,15 @@ class Driver(Protocol):
         Returns the size of the file if it is known. Raises ShortAnswerError or PastEndError if
         there are fewer bytes.
         """
-        ...
 
     def get_start(self, path: str, length: int) -> Start:
         """Reads the first bytes of a file in one request; fewer if it is shorter."""
-        ...
 
     def get(self, path: str, limit: int) -> tuple[bytes | int, str]:
         """Reads all bytes of a file; returns its size if that is above `limit`.
 
         Also returns the tag of this state of the file; "" where there are no tags.
         """
-        ...
 
     def put(self, path: str, data: memoryview, tag: str = "") -> str:
         """Writes a file in one request, and returns its tag.
@@ -147,51 +140,40 @@ class Driver(Protocol):
         With a `tag` there is a condition: the file is in this state. Another state is an error of
         the class EXISTS, no file one of this class or of MISSING.
         """
-        ...
 
     def put_if_absent(self, path: str, data: memoryview) -> str:
         """Writes a file as `put`, on the condition that it does not exist."""
-        ...
 
     def abort_multipart(self, path: str, upload_id: str) -> None:
         """Deletes the parts of an upload."""
-        ...
 
     def list_multipart(self, folder: str) -> list[Unfinished]:
         """Lists the uploads in a folder that are neither complete nor aborted."""
-        ...
 
     def multipart_bytes(self, path: str, upload_id: str) -> int:
         """Returns the bytes of the parts of an upload; 0 if the server does not tell."""
-        ...
 
     def delete(self, path: str, tag: str = "") -> None:
         """Deletes a file; with a `tag` on the condition of `put`."""
-        ...
 
     def delete_all(self, paths: Mapping[str, str]) -> None:
         """Deletes up to `deletes_at_once` files of one bucket in one request.
 
         Each has a tag, for the condition of `put`, or "". Raises OSError if one of them stays.
         """
-        ...
 
     def delete_folder(self, folder: str) -> None:
         """Deletes a folder if it is empty, on servers with folders; never a bucket."""
-        ...
 
     def error_class(self, error: BaseException) -> ErrorClass:
         """Returns the class of an error."""
-        ...
 
     @property
     def session(self) -> object:
         """The connections and credentials in use."""
-        ...
 
     def renew(self, session: object) -> None:
         """Makes the session anew from its sources, unless another thread has replaced this one."""
-        ...
 
 
 class MultipartDriver(Driver, Protocol):
@@ -201,15 +183,12 @@ class MultipartDriver(Driver, Protocol):
 
     def create_multipart(self, path: str) -> str:
         """Begins an upload in parts and returns its id."""
-        ...
 
     def upload_part(self, path: str, upload_id: str, number: int, data: memoryview) -> Any:
         """Uploads one part, numbered from 1. Returns its tag for `complete_multipart`."""
-        ...
 
     def complete_multipart(self, path: str, upload_id: str, parts: Sequence[Any]) -> None:
         """Makes the file of its parts, in order."""
-        ...
 
 
 @runtime_checkable
@@ -220,7 +199,6 @@ class CopyingDriver(MultipartDriver, Protocol):
         self, path: str, upload_id: str, number: int, source: str, lo: int, hi: int
     ) -> Any:
         """Copies bytes `[lo, hi)` of the file at another path as `upload_part` uploads a part."""
-        ...
 
 
 @runtime_checkable
@@ -229,7 +207,6 @@ class StreamDriver(Driver, Protocol):
 
     def stream(self, path: str) -> AbstractContextManager[FileWriter]:
         """Returns a writer. The file is complete when the block ends without an exception."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,7 +158,6 @@ class FsspecDriver(Session):
         return ""
 
     def list_folder(self, folder: str) -> list[ObjectInfo]:
-        """Lists the files and folders directly in a folder."""
         self._fs.invalidate_cache(folder)  # other processes may have written here
         own = folder.rstrip("/")
         with self._sending("list"):
@@ -170,7 +169,6 @@ class FsspecDriver(Session):
         return None
 
     def head(self, path: str) -> ObjectInfo:
-        """Returns the properties of one file."""
         self._fs.invalidate_cache(path.rpartition("/")[0])
         with self._sending("head"):
             entry = self._fs.info(path)
@@ -389,7 +387,6 @@ class GcsDriver(FsspecDriver):
     )
 
     def server(self) -> str:
-        """Returns the address of the server."""
         return str(getattr(self._fs, "base", ""))
 
     def list_folder(self, folder: str) -> list[ObjectInfo]:

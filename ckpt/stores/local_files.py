@@ -166,7 +166,6 @@ class OpenFiles:
             self.close()
 
     def format_name(self, name: str) -> str:
-        """Returns the name of a file in messages."""
         return f"{self._shown_folder}{name}" if name else self._shown
 
     def take(self, name: str) -> tuple[int, int]:

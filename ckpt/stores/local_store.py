@@ -95,7 +95,6 @@ class LocalStore:
             return sorted(entry.name for entry in entries if _says(entry.is_file))
 
     def entries(self, folder: str = "") -> list[str]:
-        """Returns the files and, with a slash at the end, the folders in it or a sub-folder."""
         found = []
         with self._scan(folder) as entries:
             for entry in entries:
@@ -106,7 +105,6 @@ class LocalStore:
         return sorted(found)
 
     def sizes(self) -> dict[str, int]:
-        """Returns the sizes of the files directly in the folder, by name, in one listing."""
         found = {}
         with self._scan() as entries:
             for entry in entries:
@@ -116,7 +114,6 @@ class LocalStore:
         return dict(sorted(found.items()))
 
     def folders(self) -> list[str]:
-        """Returns the folders directly in the folder, sorted."""
         with self._scan() as entries:
             found = sorted(entry.name for entry in entries if _says(entry.is_dir))
         return [name for name in found if name != DISK_S_OWN]
@@ -125,7 +122,6 @@ class LocalStore:
         """Returns None: a disk lists folder by folder."""
 
     def exists(self, name: str) -> bool:
-        """Whether the folder has this file."""
         with explained_on_disk("looking at", self._format_name(name)):
             try:
                 return stat.S_ISREG(os.stat(f"{self._below}{name}").st_mode)
@@ -137,7 +133,6 @@ class LocalStore:
                 return False
 
     def size(self, name: str) -> int:
-        """Returns the size of a file."""
         with self._files.reading(name) as descriptor:
             return os.fstat(descriptor).st_size
 
@@ -174,15 +169,12 @@ class LocalStore:
         return found
 
     def unfinished_bytes(self, unfinished: Unfinished) -> int:
-        """Returns the bytes of an unfinished file."""
         return unfinished.nbytes
 
     def abort(self, unfinished: Unfinished) -> None:
-        """Removes an unfinished file, if it exists. A process that still writes to it fails."""
         self.delete(unfinished.upload_id)
 
     def read_whole(self, name: str, limit: int) -> bytes:
-        """Reads all bytes of one version of a file."""
         with self._files.reading(name) as descriptor:
             size = os.fstat(descriptor).st_size
             if size > limit:
@@ -206,7 +198,6 @@ class LocalStore:
             return _read_range(descriptor, size - length, size)
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        """Reads exactly these bytes of a file."""
         with self._files.reading(name, is_known=True) as descriptor:
             data = os.pread(descriptor, length, offset)
             if len(data) == length:
@@ -216,7 +207,6 @@ class LocalStore:
         return bytes(target)
 
     def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
-        """Fills the buffers end to end with the bytes from `offset` on."""
         length = sum([target.nbytes for target in targets])
         with self._files.reading(name, is_known=True) as descriptor:
             if len(targets) <= IO_VECTORS and os.preadv(descriptor, targets, offset) == length:
@@ -364,7 +354,6 @@ class LocalStore:
         return True
 
     def delete_all(self, names: Sequence[str], tags: Mapping[str, str] | None = None) -> None:
-        """Removes files, if they exist."""
         for name in names:
             self.delete(name)
 

@@ -118,7 +118,6 @@ class ObjectStore(ConditionalWrites, OverNetwork):
 
     @property
     def capabilities(self) -> StoreCapabilities:
-        """The guarantees of this store, as far as they are known."""
         claimed = self._driver.capabilities
         if claimed.put_if_absent is False:
             return claimed
@@ -129,7 +128,6 @@ class ObjectStore(ConditionalWrites, OverNetwork):
         return [found.name for found in self._listing() if found.is_file]
 
     def entries(self, folder: str = "") -> list[str]:
-        """Returns the files and, with a slash at the end, the folders in it or a sub-folder."""
         found = self._listing(folder)
         return sorted(one.name if one.is_file else f"{one.name}/" for one in found)
 
@@ -146,11 +144,9 @@ class ObjectStore(ConditionalWrites, OverNetwork):
         return sizes
 
     def folders(self) -> list[str]:
-        """Returns the folders directly in the folder, sorted."""
         return [found.name for found in self._listing() if not found.is_file]
 
     def exists(self, name: str) -> bool:
-        """Whether the folder has this file."""
         try:
             self._status(name)
         except FileNotFoundError:
@@ -166,14 +162,12 @@ class ObjectStore(ConditionalWrites, OverNetwork):
         return None if found is None else {one.name: one for one in found}
 
     def size(self, name: str) -> int:
-        """Returns the size of a file."""
         found = self._status(name).nbytes
         if found is None:
             raise StoreError(f"{self.url}/{name}: the server does not tell the size of the file")
         return found
 
     def tag(self, name: str) -> str:
-        """Returns the tag of a file as this store has last read or written it; "" if unknown."""
         return self._tags.get(name) or ""
 
     def modified(self, name: str) -> float:
@@ -185,7 +179,6 @@ class ObjectStore(ConditionalWrites, OverNetwork):
         return {found.name: found.modified for found in self._listing() if found.is_file}
 
     def read_whole(self, name: str, limit: int) -> bytes:
-        """Reads all bytes of a file in one request."""
         path = self._path(name)
         try:
             found, tag = self._try("reading", name, lambda: self._driver.get(path, limit))
@@ -219,7 +212,6 @@ class ObjectStore(ConditionalWrites, OverNetwork):
         return bytes(target)
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        """Reads exactly these bytes of a file."""
         target = bytearray(length)
         self.read_into(name, offset, memoryview(target))
         return bytes(target)

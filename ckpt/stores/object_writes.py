@@ -342,7 +342,6 @@ class _Sent:
         self.rewrite_start = stream.rewrite_start
 
     def write(self, buffers: Iterable[Buffer]) -> None:
-        """Appends the buffers."""
         for buffer in buffers:
             self._send(partial(self._stream.write, [buffer]))
 
@@ -354,7 +353,6 @@ class _Local:
         self._local = local
 
     def write(self, buffers: Iterable[Buffer]) -> None:
-        """Appends the buffers."""
         for buffer in buffers:
             self._local.write(buffer)
 

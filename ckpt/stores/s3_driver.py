@@ -134,7 +134,6 @@ class S3Driver(Session):
         super().__init__(file_system, own)
 
     def server(self) -> str:
-        """Returns the address of the server."""
         client = self._fs._s3
         return "" if client is None else str(client.meta.endpoint_url)
 
@@ -487,7 +486,6 @@ def operation_of(method: str) -> str:
 
 
 def _object_info(name: str, entry: Mapping[str, Any]) -> ObjectInfo:
-    """Returns an object of a listing."""
     tag = str(entry.get("ETag", ""))
     return ObjectInfo(name, True, int(entry["Size"]), entry["LastModified"].timestamp(), tag)
 

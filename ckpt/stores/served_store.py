@@ -69,13 +69,11 @@ class ReadOnlyStore(OverNetwork):
         return ""
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        """Reads exactly these bytes of a file."""
         target = bytearray(length)
         self.read_into(name, offset, memoryview(target))
         return bytes(target)
 
     def read_whole(self, name: str, limit: int) -> bytes:
-        """Reads all bytes of a file."""
         size = self.size(name)
         if size > limit:
             raise TooLargeError(f"{self.url}/{name}", size, limit)
@@ -89,7 +87,6 @@ class ReadOnlyStore(OverNetwork):
         return self.read(name, size - length, length)
 
     def read_start(self, name: str, length: int) -> Start:
-        """Reads the first bytes of a file; fewer if it is shorter."""
         size = self.size(name)
         return Start(self.read(name, 0, min(length, size)), size, "")
 
@@ -168,20 +165,16 @@ class ServedStore(ReadOnlyStore):
         return sorted(self.sizes())
 
     def entries(self, folder: str = "") -> list[str]:
-        """Returns the files and, with a slash at the end, the folders in it or a sub-folder."""
         files, folders = self._listing(folder)
         return sorted([*files, *(f"{name}/" for name in folders)])
 
     def sizes(self) -> dict[str, int]:
-        """Returns the sizes of the files directly in the folder, by name, in one listing."""
         return dict(sorted(self._listing()[0].items()))
 
     def folders(self) -> list[str]:
-        """Returns the folders directly in the folder, sorted."""
         return sorted(self._listing()[1])
 
     def exists(self, name: str) -> bool:
-        """Whether the folder has this file."""
         try:
             self._head(name)
         except FileNotFoundError:
@@ -189,7 +182,6 @@ class ServedStore(ReadOnlyStore):
         return True
 
     def size(self, name: str) -> int:
-        """Returns the size of a file."""
         told = self._head(name).headers.get("content-length", "")
         if not told.isdecimal():
             raise StoreError(f"{self.url}/{name}: the server does not tell the size of the file")
@@ -204,7 +196,6 @@ class ServedStore(ReadOnlyStore):
             return 0.0
 
     def read_whole(self, name: str, limit: int) -> bytes:
-        """Reads all bytes of a file in one request."""
         data = self._client.read_whole(self._path(name), limit)
         if isinstance(data, int):
             raise TooLargeError(f"{self.url}/{name}", data, limit)
@@ -235,7 +226,6 @@ class ServedStore(ReadOnlyStore):
             )
 
     def close(self) -> None:
-        """Closes the connections."""
         self._client.close()
 
     def __enter__(self) -> ServedStore:

@@ -60,15 +60,12 @@ class Store(Reader, Protocol):
     @property
     def capabilities(self) -> StoreCapabilities:
         """The guarantees of this store."""
-        ...
 
     def sizes(self) -> dict[str, int]:
         """Returns the sizes of the files directly in the folder, by name, in one listing."""
-        ...
 
     def folders(self) -> list[str]:
         """Returns the folders directly in the folder, sorted."""
-        ...
 
     def below(self) -> dict[str, ObjectInfo] | None:
         """Returns all files in the folder and below it, by their paths, in one listing.
@@ -76,11 +73,9 @@ class Store(Reader, Protocol):
         Returns None if that takes as long as a listing of each folder: on disks, on servers without
         such a listing, and above folders with very many files.
         """
-        ...
 
     def exists(self, name: str) -> bool:
         """Whether the folder has this file."""
-        ...
 
     def create(
         self, name: str, rewritable: bool = False, replace: bool = True
@@ -90,7 +85,6 @@ class Store(Reader, Protocol):
         `rewrite_start` needs `rewritable`, and replaces bytes of the first written buffer. Raises
         ExistsError at the end of the block if the file exists then, unless `replace`.
         """
-        ...
 
     def commit(
         self, name: str, data: bytes, replace: bool, check: Callable[[], object] | None = None
@@ -100,25 +94,21 @@ class Store(Reader, Protocol):
         `check` is called directly before the file gets its name, and again before each further
         try; its error leaves things as they are.
         """
-        ...
 
     def read_start(self, name: str, length: int) -> Start:
         """Reads the first bytes of a file; fewer if it is shorter. Raises FileNotFoundError."""
-        ...
 
     def tag(self, name: str) -> str:
         """Returns the mark of a file's content as this store has last read or written it.
 
         Other bytes of one name have another tag. Empty if it is unknown, and on disks.
         """
-        ...
 
     def modified(self, name: str) -> float:
         """Returns the time of a file's last write: seconds since 1970, by the store's clock.
 
         Raises FileNotFoundError with the file's name.
         """
-        ...
 
     def arrivals(self) -> dict[str, float]:
         """Returns when the files directly in the folder last changed or arrived, by name.
@@ -126,19 +116,15 @@ class Store(Reader, Protocol):
         One listing, with times as of `modified`. A copy may keep the time of the last write, but it
         has just arrived. "" is the folder itself, in stores with folders.
         """
-        ...
 
     def list_unfinished(self) -> list[Unfinished]:
         """Returns the files whose write has begun and not finished. A process may still write."""
-        ...
 
     def unfinished_bytes(self, unfinished: Unfinished) -> int:
         """Returns the bytes that an unfinished file takes; 0 if the store does not tell."""
-        ...
 
     def abort(self, unfinished: Unfinished) -> None:
         """Removes an unfinished file, if it exists. A process that still writes to it fails."""
-        ...
 
     def delete(self, name: str) -> bool:
         """Removes a file, if it exists. Returns False if the store tells that it did not.
@@ -146,7 +132,6 @@ class Store(Reader, Protocol):
         Raises ReplacedError if another program has replaced it since this store has read it, as far
         as the store has conditions for that.
         """
-        ...
 
     def delete_all(self, names: Sequence[str], tags: Mapping[str, str] | None = None) -> None:
         """Removes files, if they exist, in as few requests as the store can.
@@ -154,19 +139,15 @@ class Store(Reader, Protocol):
         `tags`, by name, are those of `below`: such a file is removed in this state alone, as far as
         the store has conditions for that. Raises the error of the first file that stays.
         """
-        ...
 
     def remove_if_empty(self) -> None:
         """Removes the folder if it is empty, in stores with folders."""
-        ...
 
     def flush(self) -> None:
         """Makes the names of created files durable."""
-        ...
 
     def close(self) -> None:
         """Closes open files."""
-        ...
 
     def __enter__(self) -> Store: ...
 

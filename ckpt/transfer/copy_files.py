@@ -482,11 +482,9 @@ class Crc32Sums(TensorSums[int]):
         self._parts: dict[int, SummedRanges] = {}
 
     def of(self, run: TensorRun, data: memoryview) -> int:
-        """Returns the CRC-32 of a run."""
         return crc32(data)
 
     def add(self, run: TensorRun, found: int) -> None:
-        """Adds the CRC-32 of a run."""
         self._parts.setdefault(run.tensor, SummedRanges()).add(run.lo, run.lo + run.nbytes, found)
 
     def _whole(self, tensor: int, nbytes: int) -> bytes | None:

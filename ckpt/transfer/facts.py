@@ -348,7 +348,6 @@ def _facts_of(data: bytes, metadata: Mapping[str, str], file: str) -> Facts:
 
 
 def facts_of(manifest: Manifest) -> Facts:
-    """Returns the facts of a sound manifest."""
     hasher = xxhash.xxh3_128(repr(manifest.optimizers).encode())
     for name, stored in manifest.tensors.items():
         hasher.update(f"{name}\n{stored.shape}\n".encode("utf-8", "surrogatepass"))
@@ -483,7 +482,6 @@ def write_index(store: Store, found: Checkpoints) -> None:
 
 
 def _index_of(known: Mapping[str, Known]) -> bytes:
-    """Returns the bytes of an index."""
     shared: dict[str, int] = {}
 
     def text(value: str) -> str | int:

@@ -243,7 +243,6 @@ def read_call(message: bytes) -> tuple[Callable[..., ShardSummary], Mapping[str,
 
 
 def plan_json(plan: SavePlan) -> list[WriteItem]:
-    """Returns a plan as JSON."""
     return [item._replace(dtype=item.dtype.name) for item in plan.items]  # type: ignore[arg-type]
 
 
@@ -269,7 +268,6 @@ def job_message(job: WriteJob) -> bytes:
 
 
 def read_job(message: bytes) -> WriteJob:
-    """Returns the job in the bytes of `job_message`."""
     fields = json.loads(message)
     plan = read_plan(fields["plan"])
     layouts = load(fields["layouts"].encode(), "the layouts of a job", stored=False).tensors

@@ -422,15 +422,12 @@ class ReadAhead:
         self._block: tuple[str, int, bytes] = ("", 0, b"")
 
     def names(self) -> list[str]:
-        """Returns the files of the folder."""
         return self._reader.names()
 
     def entries(self, folder: str = "") -> list[str]:
-        """Returns the files and folders of a folder."""
         return self._reader.entries(folder)
 
     def size(self, name: str) -> int:
-        """Returns the size of a file."""
         return self._reader.size(name)
 
     def read_whole(self, name: str, limit: int) -> bytes:

@@ -366,7 +366,6 @@ class FlatPieces:
         self._numel = prod(shape)
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
-        """Yields the pieces that overlap `box`."""
         if box:
             last = tuple(hi - 1 for hi in box.hi)
             for stored in self._between(self._index(box.lo), self._index(last) + 1):

@@ -162,7 +162,6 @@ class Shards:
         return name
 
     def pieces(self, name: str, stored: StoredTensor) -> NativePieces:
-        """Returns the stored pieces of a tensor."""
         places = self._places.get(id(stored))
         if places is None:
             places = self._places[id(stored)] = Places(stored)

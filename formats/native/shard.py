@@ -80,7 +80,6 @@ class ShardSummary:
 
 
 def chunk_bytes_of(codec: str) -> int:
-    """Returns the raw bytes of a chunk."""
     return CHUNK_BYTES if codec == "raw" else COMPRESSED_CHUNK_BYTES
 
 
@@ -254,7 +253,6 @@ class Part:
     """The records of its chunks."""
 
     def records(self) -> Iterator[bytes]:
-        """Yields the records one by one."""
         for at in range(0, len(self.table), RECORD.size):
             yield bytes(self.table[at : at + RECORD.size])
 

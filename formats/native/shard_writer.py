@@ -111,22 +111,18 @@ class Sized(Protocol):
     @property
     def name(self) -> str:
         """Its name in the file."""
-        ...
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of its entry."""
-        ...
 
     @property
     def dtype(self) -> DType:
         """Its dtype."""
-        ...
 
     @property
     def nbytes(self) -> int:
         """The bytes of its data."""
-        ...
 
 
 def raw_header(ordered: Sequence[Sized]) -> tuple[bytes, int]:

@@ -364,7 +364,6 @@ def check_harmless(module: str, name: str) -> None:
 
 
 def hostile_error(full: str) -> HostileError:
-    """Returns the error for a hostile name."""
     return HostileError(
         f"the pickle asks for {_format_name(full)}, which a checkpoint never needs; nothing "
         "was executed"

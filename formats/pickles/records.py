@@ -49,7 +49,6 @@ class Storage:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the storage."""
         return self.numel * self.dtype.itemsize
 
 

@@ -81,11 +81,9 @@ class Storages(Protocol):
 
     def nbytes_of(self, key: str) -> int:
         """Returns the bytes of a storage. Raises CorruptError if it is missing."""
-        ...
 
     def extent_of(self, key: str) -> Extent:
         """Returns the extent of a storage. May read a header of the file."""
-        ...
 
 
 class StoragePieces:

@@ -175,7 +175,6 @@ def check_in_their_files(
 
 
 def in_two_files(file: str, name: str, index: str | None) -> FormatError:
-    """Returns the error for a tensor in two files."""
     if index is None:
         return FormatError(
             f"{file}: {name} lies in another file of the folder too, so the files are several "

@@ -147,7 +147,6 @@ class Message:
     data: bytes = b""
 
     def pack(self) -> bytes:
-        """Returns the message as bytes."""
         failure = None if self.failure is None else astuple(self.failure)
         values = (self.call, self.op, self.name, self.stage, float(self.seconds), failure)
         head = json.dumps([self.kind.value, *values]).encode()
@@ -209,7 +208,6 @@ class Link:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Closes the connection."""
         self.is_lost = True
         self._socket.close()
 
@@ -511,7 +509,6 @@ class WaitWarning:
 
     @property
     def is_due(self) -> bool:
-        """Whether the warning is due."""
         return monotonic() >= self._at
 
     def hush(self) -> None:

@@ -115,7 +115,6 @@ class Participant(ConnectedChannel):
         self._link: Link | None = None
 
     def close(self) -> None:
-        """Closes the connection."""
         self.forget()
         self._rendezvous.forget()
 

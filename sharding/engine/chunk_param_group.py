@@ -117,7 +117,6 @@ class ChunkParamGroup(ParamGroup):
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """The dtype of the shards."""
         return storage_of(self.parameters[0]).dtype
 
     @property
@@ -173,7 +172,6 @@ class ChunkParamGroup(ParamGroup):
         ]
 
     def accumulate_shard_grads(self, sums: list[torch.Tensor], flags: list[float]) -> None:
-        """Adds the reduced gradients to the accumulated gradients of the shards."""
         sums, flags = self._through_hook(sums, flags)
         for parameter, flag, flat in zip(self.parameters, flags, sums, strict=True):
             if flag > 0:

@@ -204,7 +204,6 @@ class ShardGroup:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return len(self.members)
 
     @property

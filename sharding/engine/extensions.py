@@ -445,7 +445,6 @@ class Output:
         self._landing = self._bytes
 
     def allocate(self) -> None:
-        """Allocates the memory of the output."""
         self._storage.resize_(self.form.nbytes)
         if self.form.along:
             self._landing = torch.empty_like(self._bytes)
@@ -464,6 +463,5 @@ class Output:
         return self._tensor
 
     def free(self) -> None:
-        """Frees the memory."""
         self._landing = self._bytes
         self._storage.resize_(0)

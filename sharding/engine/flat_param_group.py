@@ -87,11 +87,9 @@ class WholeParameters(Protocol):
 
     def place(self) -> None:
         """Puts them into the modules."""
-        ...
 
     def fill(self, buffer: UnshardedBuffer) -> None:
         """Copies their values, with a user's changes, into a buffer of the group."""
-        ...
 
 
 class FlatParamGroup(ParamGroup):
@@ -142,12 +140,10 @@ class FlatParamGroup(ParamGroup):
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """The dtype of the shards."""
         return self.flat.dtype
 
     @property
     def device(self) -> torch.device:
-        """The device of the unsharded parameters."""
         return self.flat.device if self.compute_device is None else self.compute_device
 
     @property
@@ -162,7 +158,6 @@ class FlatParamGroup(ParamGroup):
         return [self.flat._version]
 
     def optimizer_parameters(self) -> list[nn.Parameter]:
-        """Returns the parameters that the optimizer sees."""
         if self.form.use_orig_params:
             return [parameter.sharded for parameter in self.parameters]
         return [self.flat]
@@ -246,7 +241,6 @@ class FlatParamGroup(ParamGroup):
         return False
 
     def accumulate_shard_grads(self, sums: list[torch.Tensor], flags: list[float]) -> None:
-        """Adds the reduced gradients to the accumulated gradients of the shards."""
         [summed] = sums
         if not any(flag > 0 for flag in flags):
             return

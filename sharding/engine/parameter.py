@@ -187,7 +187,6 @@ class UnshardedBuffer:
                 slab.allocate()
 
     def free(self) -> None:
-        """Frees the memory."""
         if self._owns:
             for slab in self._slabs:
                 slab.free()

@@ -446,7 +446,6 @@ class _GroupSums:
         self._end = end
 
     def wait(self) -> list[torch.Tensor]:
-        """Returns this rank's sums, flat. Waits."""
         return self._joint.wait()[self._first : self._end]
 
 

@@ -90,7 +90,6 @@ class PendingAllGather(Protocol):
 
     def wait(self) -> None:
         """Waits until the places are filled. Called once."""
-        ...
 
 
 class NoGather:
@@ -105,7 +104,6 @@ class PendingReduceScatter(Protocol):
 
     def wait(self) -> list[torch.Tensor]:
         """Returns this rank's sums, flat. Waits. Called once."""
-        ...
 
 
 class Transport(Protocol):
@@ -120,17 +118,14 @@ class Transport(Protocol):
         composition: Composition,
     ) -> PendingAllGather:
         """Starts to fill `places[r]` with the `mine` of rank r, on all ranks."""
-        ...
 
     def reduce_scatter(
         self, parts: Sequence[Sequence[torch.Tensor]], composition: Composition
     ) -> PendingReduceScatter:
         """Starts to sum, for each rank r, the `parts[r]` of all ranks."""
-        ...
 
     def all_reduce(self, flat: torch.Tensor, composition: Composition) -> None:
         """Sums `flat` over all ranks, in place. Waits."""
-        ...
 
 
 def transport_between(shard_group: ShardGroup, device: torch.device) -> Transport:
@@ -370,7 +365,6 @@ class CollectiveAllGather:
         self._size = size
 
     def wait(self) -> None:
-        """Waits until the places are filled."""
         if self._work is not None:
             self._work.wait()
         for row, places in zip(self._packed.chunk(self._size), self._places, strict=True):

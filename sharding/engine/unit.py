@@ -115,7 +115,6 @@ class StepRuntime(Protocol):
 
     def number_param_groups(self) -> None:
         """Gives every parameter group its index and name, because the unit has new groups."""
-        ...
 
 
 class Unit:
