@@ -213,7 +213,7 @@ class _Matcher:
 
     def _tensor(self, given: TensorLike, name: str) -> None:
         builder = self._builder
-        if not builder.takes_all:
+        if not builder.selection.is_all:
             builder.owns(name)
             if name not in builder.selection:
                 return

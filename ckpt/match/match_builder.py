@@ -119,11 +119,6 @@ class MatchBuilder:
     own_names: list[str] = field(default_factory=list)
     """The target's names that patterns may match; empty if the selection includes all names."""
     _dtypes: dict[DType, torch.dtype] = field(default_factory=dict)
-    takes_all: bool = field(init=False)
-    """Whether the selection includes all names."""
-
-    def __post_init__(self) -> None:
-        self.takes_all = self.selection.is_all
 
     def item(
         self, name: str, record: TensorRecord, tensor: TensorLike, is_in_order: bool = False
@@ -154,7 +149,7 @@ class MatchBuilder:
 
     def owns(self, *names: str) -> None:
         """Adds names of the target that patterns may match."""
-        if not self.takes_all:
+        if not self.selection.is_all:
             self.own_names += names
 
     def selects(self, path: str) -> bool:
@@ -167,7 +162,7 @@ class MatchBuilder:
 
         If the checkpoint has no such name: whether it includes `otherwise`, by default the path.
         """
-        if self.takes_all:
+        if self.selection.is_all:
             return True
         below = self.saved.under(path) or [path if otherwise is None else otherwise]
         return any(name in self.selection for name in below)

@@ -67,7 +67,7 @@ def epochs(names: Iterable[str]) -> list[int]:
     >>> epochs(["owner-3.json", "owner-03.json", "step-3/"])
     [3]
     """
-    matches = (_FILE.fullmatch(name) for name in names)
+    matches = (_FILE.fullmatch(name) for name in names if name.startswith("owner-"))
     return [int(m[1]) for m in matches if m is not None and file_name(int(m[1])) == m[0]]
 
 

@@ -258,7 +258,8 @@ def metrics_text(metrics: Mapping[str, object]) -> str:
     """
     if not isinstance(metrics, Mapping):
         raise ArgumentTypeError(f"metrics is a {type(metrics).__name__}; give numbers by name")
-    return json.dumps({n: _number(n, value) for n, value in metrics.items()}, sort_keys=True)
+    numbers = {n: _number(n, value) for n, value in metrics.items()}
+    return json.dumps(numbers, sort_keys=True) if numbers else "{}"
 
 
 def _number(name: object, value: object) -> float:

@@ -98,10 +98,11 @@ class LocalStore:
         found = []
         with self._scan(folder) as entries:
             for entry in entries:
-                if _says(entry.is_file):
+                if _says(entry.is_dir):  # first: a run's folder has many
+                    if entry.name != DISK_S_OWN:
+                        found.append(f"{entry.name}/")
+                elif _says(entry.is_file):
                     found.append(entry.name)
-                elif _says(entry.is_dir) and entry.name != DISK_S_OWN:
-                    found.append(f"{entry.name}/")
         return sorted(found)
 
     def sizes(self) -> dict[str, int]:

@@ -287,10 +287,9 @@ class Ranks:
         """Yields this rank's call, or else a new one of this name; None for a single process."""
         seconds = waiting_seconds() if self._seconds is None else self._seconds
         is_time = isinstance(seconds, (int, float)) and seconds > 0  # nan is not
-        wrong = ArgumentError(f"timeout is {seconds!r}; give seconds above 0")
         if self._channel is None:
             if not is_time:
-                raise wrong
+                raise _timeout_error(seconds)
             yield None
             return
         before = None if self._continuation is None else self._continuation.call
@@ -300,7 +299,7 @@ class Ranks:
             if call.failure is not None:
                 raise self._error(call.failure)
             if not is_time:
-                raise wrong  # inside the call, so that the other ranks hear of it
+                raise _timeout_error(seconds)  # inside the call, so that the other ranks hear of it
             yield call
 
     def _exchange(
@@ -380,6 +379,10 @@ def _world(size: int) -> Mesh:
 
 def _minimum(records: Sequence[bytes]) -> bytes:
     return bytes(map(min, zip(*records, strict=True)))
+
+
+def _timeout_error(seconds: object) -> ArgumentError:
+    return ArgumentError(f"timeout is {seconds!r}; give seconds above 0")
 
 
 def result_or_error(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
