@@ -348,6 +348,8 @@ class LiveApp:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._table = host.table
+        # More threads than processors would take the bytes from each other's cache.
+        self._comparing = asyncio.Semaphore(len(os.sched_getaffinity(0)))
 
     async def answer(self, request: HttpRequest) -> HttpAnswer:
         """Returns the answer to a request. Raises RefusedError."""
@@ -480,7 +482,8 @@ class LiveApp:
             raise RefusedError("unknown", f"no version before {name}/{version} is like it")
         mapped = old.mapped(), new.mapped()
         try:
-            data = await asyncio.to_thread(_delta_between, areas, *mapped)
+            async with self._comparing:
+                data = await asyncio.to_thread(_delta_between, areas, *mapped)
         except MemoryError:
             raise RefusedError("memory", "no memory is left to make a delta") from None
         if not all(one.is_intact(area.offset) for area in areas for one in mapped):

@@ -409,3 +409,23 @@ def groups_of(byte_ranges: Iterable[ByteRange], limits: Limits) -> Iterator[list
 
 MAX_GROUP = 400
 """The most byte ranges in a group. A read has at most twice as many buffers."""
+
+
+def delta_groups_of(byte_ranges: Iterable[ByteRange]) -> Iterator[list[ByteRange]]:
+    """Yields groups of byte ranges in a file, near or far, each for one request of a delta."""
+    group: list[ByteRange] = []
+    wanted = 0
+    for byte_range in byte_ranges:
+        nbytes = byte_range.wanted_bytes
+        is_full = wanted + nbytes > DELTA_BYTES or len(group) == MAX_GROUP
+        if group and (is_full or byte_range.file != group[0].file):
+            yield group
+            group, wanted = [], 0
+        group.append(byte_range)
+        wanted += nbytes
+    if group:
+        yield group
+
+
+DELTA_BYTES = 16 << 20
+"""The most bytes for which one request asks a delta, unless one byte range has more."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from math import inf, prod
 from typing import NamedTuple, Protocol, TypeAlias, cast
 
@@ -49,6 +50,9 @@ WHOLE = 0xFFFF_FFFF
 """The count of a block that travels whole."""
 PAYS = 0.8
 """The part of its bytes to which a block must compress, so that old XOR new of all pays."""
+PIECE_BYTES = 1 << 20
+"""The bytes that are compared at a time: old, new and their XOR stay in the processor's cache."""
+WORD = 8
 SUM_BYTES = 16
 LEVEL = 1
 _SIZES = struct.Struct("<3I")
@@ -115,16 +119,78 @@ def _area_in(value: object) -> Area:
     raise FormatError(f"{value!r:.200} is no area")
 
 
-def _blocks(array: Array) -> Iterator[Array]:
-    """Yields the blocks of an area, in order, as views (rule 1)."""
+def _pieces(array: Array) -> Iterator[tuple[Array, int]]:
+    """Yields an area in order, as views that the cache holds, and the elements of a block there.
+
+    A piece consists of such blocks; the last one may be shorter (rule 1).
+    """
+    each = array.size // len(array) if array.ndim else 1
     if array.size <= BLOCK:
-        yield array
-    elif len(array) == 1:
-        yield from _blocks(array[0])
+        yield array, BLOCK
+    elif len(array) == 1 or each > BLOCK:
+        for row in array:
+            yield from _pieces(row)
     else:
-        rows = max(1, BLOCK // (array.size // len(array)))
-        for at in range(0, len(array), rows):
-            yield from _blocks(array[at : at + rows])
+        rows = BLOCK // each
+        many = rows * max(1, PIECE_BYTES // (rows * each * array.itemsize))
+        for at in range(0, len(array), many):
+            yield array[at : at + many], rows * each
+
+
+def _few_changes(first: Array, second: Array, size: int) -> Iterator[tuple[Array, Array] | None]:
+    """Yields the distances of a block's changes, and old XOR new of each; None if there are many.
+
+    Words are compared, and the elements of those that differ, unless too many do.
+    """
+    begins, bits = range(0, first.size, size), (WORD // first.itemsize).bit_length() - 1
+    is_even = first.nbytes % WORD == 0
+    xor = first.view(f"u{WORD}") ^ second.view(f"u{WORD}") if is_even else first ^ second
+    few = _places_of(xor != 0) if is_even else None
+    if few is None:
+        for at in begins:
+            old, new = first[at : at + size], second[at : at + size]
+            found = np.flatnonzero(old != new)
+            is_few = FEW * len(found) <= len(old)
+            yield (_gaps(found), old[found] ^ new[found]) if is_few else None
+        return
+    places, xors = few, xor[few].view(first.dtype)
+    if bits:
+        inside = np.flatnonzero(xors != 0)
+        places, xors = _inside(few, inside, bits), xors[inside]
+    edges = np.searchsorted(places, [*begins, first.size]).tolist()
+    gaps = _gaps(places)
+    for at, (lo, hi) in zip(begins, pairwise(edges), strict=True):
+        if lo < hi:
+            gaps[lo] = places[lo] - at
+        is_few = FEW * (hi - lo) <= min(size, first.size - at)
+        yield (gaps[lo:hi], xors[lo:hi]) if is_few else None
+
+
+def _places_of(is_other: Array) -> Array | None:
+    """Returns the places of words that differ; None if that is every second one."""
+    count = np.count_nonzero(is_other)
+    if 2 * count > len(is_other):
+        return None
+    if 12 * count > len(is_other) or len(is_other) % 8:
+        return np.flatnonzero(is_other)
+    eights = is_other.view("u8")  # a search costs by its hits: most places come in one sweep
+    found = np.flatnonzero(eights != 0)
+    return _inside(found, np.flatnonzero(eights[found].view(bool)), 3)
+
+
+def _inside(outer: Array, inside: Array, bits: int) -> Array:
+    """Returns the places of parts, numbered on through the wholes at `outer`."""
+    places: Array = outer[inside >> bits]
+    places <<= bits
+    places += inside & ((1 << bits) - 1)
+    return places
+
+
+def _gaps(places: Array) -> Array:
+    """Returns the elements between neighbouring places; in front of the first one, its place."""
+    gaps: Array = places.astype("<u2")  # modulo 2**16, of which there are no more in a block
+    gaps[1:] -= gaps[:-1] + np.uint16(1)
+    return gaps
 
 
 def make_delta(areas: Sequence[Area], old: Sequence[Array], new: Sequence[Array]) -> bytes:
@@ -137,28 +203,26 @@ def make_delta(areas: Sequence[Area], old: Sequence[Array], new: Sequence[Array]
         counts, gaps, values = [], [], []
         dense: list[bytes] = []
         pays: bool | None = None  # of the first block with many changes, for all of its area
-        for here, there in zip(_blocks(before), _blocks(after), strict=True):
+        for (here, size), (there, _) in zip(_pieces(before), _pieces(after), strict=True):
             first, second = here.reshape(-1), there.reshape(-1)
-            if area.has_sums:
-                sums.append(xxhash.xxh3_128_digest(np.ascontiguousarray(second).data))
-            is_other = first != second
-            count = int(np.count_nonzero(is_other))
-            if FEW * count <= len(second):
-                counts.append(count)
-                if count:
-                    places = np.flatnonzero(is_other)
-                    gaps.append(np.diff(places, prepend=-1) - 1)
-                    values.append(first[places] ^ second[places])
-                continue
-            planes = b"" if pays is False else _planes(first ^ second, area.width)
-            if pays is None:
-                pays = len(compressor.compress(planes)) <= PAYS * len(planes)
-            counts.append(ALL if pays else WHOLE)
-            (dense if pays else whole).append(planes if pays else second.tobytes())
+            few = _few_changes(first, second, size)
+            for at, changes in zip(range(0, first.size, size), few, strict=True):
+                block = second[at : at + size]
+                if area.has_sums:
+                    sums.append(xxhash.xxh3_128_digest(block.data))
+                if changes is not None:
+                    counts.append(len(changes[0]))
+                    gaps.append(changes[0])
+                    values.append(changes[1])
+                    continue
+                planes = b"" if pays is False else _planes(first[at : at + size] ^ block)
+                if pays is None:
+                    pays = len(compressor.compress(planes)) <= PAYS * len(planes)
+                counts.append(ALL if pays else WHOLE)
+                (dense if pays else whole).append(planes if pays else block.tobytes())
         numbers.append(np.array(counts, "<u4").tobytes())
         if gaps:
-            numbers.append(_planes(np.concatenate(gaps), 2))
-            numbers.append(_planes(np.concatenate(values), area.width))
+            numbers += [_planes(np.concatenate(gaps)), _planes(np.concatenate(values))]
         numbers += dense
     plain = b"".join(numbers)
     packed = compressor.compress(plain)
@@ -166,8 +230,8 @@ def make_delta(areas: Sequence[Area], old: Sequence[Array], new: Sequence[Array]
     return b"".join((_SIZES.pack(len(packed), len(plain), len(checks)), packed, checks, *whole))
 
 
-def _planes(numbers: Array, width: int) -> bytes:
-    planes: bytes = numbers.astype(f"<u{width}").view("u1").reshape(-1, width).T.tobytes()
+def _planes(numbers: Array) -> bytes:
+    planes: bytes = numbers.view("u1").reshape(-1, numbers.itemsize).T.tobytes()
     return planes
 
 
@@ -202,38 +266,63 @@ class Delta:
 
         True for an area without sums, which the caller compares. Raises FormatError.
         """
-        blocks = [*_blocks(target)]
-        counts = np.frombuffer(self._numbers.take(4 * len(blocks)), "<u4")
-        sizes = np.array([block.size for block in blocks])
-        is_changed = (counts < ALL) & (counts > 0)
-        if (counts[is_changed] > sizes[is_changed]).any():
-            raise FormatError("a block has more changes than elements")
-        total = int(counts[is_changed].sum())
-        gaps = self._take_planes(total, 2).astype("i8")
+        pieces = [*_pieces(target)]
+        starts = [range(0, piece.size, size) for piece, size in pieces]
+        counts = np.frombuffer(self._numbers.take(4 * sum(map(len, starts))), "<u4")
+        few = np.where(counts < ALL, counts, 0).astype("i8")
+        total = int(few.sum())
+        if total > target.size:
+            raise FormatError("an area has more changes than elements")
+        gaps = self._take_planes(total, 2)
         values = self._take_planes(total, area.width)
-        ends = np.cumsum(np.where(is_changed, counts, 0))
-        is_right = True
-        for block, count, end in zip(blocks, counts.tolist(), ends.tolist(), strict=True):
-            flat = block.reshape(-1)  # a copy unless the block is contiguous
-            if count == WHOLE:
-                flat[:] = np.frombuffer(self._whole.take(flat.nbytes), f"u{area.width}")
-            elif count == ALL:
-                flat ^= self._take_planes(flat.size, area.width)
-            elif count:
-                places = np.cumsum(gaps[end - count : end] + 1) - 1
-                if places[-1] >= flat.size:
-                    raise FormatError("a change lies behind its block")
-                flat[places] ^= values[end - count : end]
-            if count and not np.shares_memory(flat, block):
-                block[...] = flat.reshape(block.shape)
-            if area.has_sums:
-                found = xxhash.xxh3_128_digest(np.ascontiguousarray(flat).data)
-                is_right &= found == self._sums.take(SUM_BYTES)
+        is_right, number, lo = True, 0, 0
+        for (piece, size), begins in zip(pieces, starts, strict=True):
+            flat = piece.reshape(-1)  # a copy unless the piece is contiguous
+            here = slice(number, number + len(begins))
+            hi = lo + int(few[here].sum())
+            places = _places(gaps[lo:hi], few[here], size, flat.size)
+            flat[places] ^= values[lo:hi]
+            for at, count in zip(begins, counts[here].tolist(), strict=True):
+                block = flat[at : at + size]
+                if count == WHOLE:
+                    block[:] = np.frombuffer(self._whole.take(block.nbytes), f"u{area.width}")
+                elif count == ALL:
+                    block ^= self._take_planes(block.size, area.width)
+                if area.has_sums:
+                    found = xxhash.xxh3_128_digest(block.data)
+                    is_right &= found == self._sums.take(SUM_BYTES)
+            if counts[here].any() and not np.shares_memory(flat, piece):
+                piece[...] = flat.reshape(piece.shape)
+            number, lo = number + len(begins), hi
         return is_right
 
     def _take_planes(self, count: int, width: int) -> Array:
         planes = np.frombuffer(self._numbers.take(count * width), "u1").reshape(width, count)
-        return np.ascontiguousarray(planes.T).view(f"<u{width}").reshape(-1)
+        numbers: Array = np.empty(count, f"<u{width}")
+        for at, plane in enumerate(planes):
+            numbers.view("u1")[at::width] = plane
+        return numbers
+
+
+def _places(gaps: Array, counts: Array, size: int, end: int) -> Array:
+    """Returns the places of changes in blocks of `size` elements, by the distances in each.
+
+    Raises FormatError for a place behind its block, or behind `end`.
+    """
+    steps = gaps.astype("i8")
+    steps += 1
+    filled = np.flatnonzero(counts)
+    if len(filled):
+        firsts = (np.cumsum(counts) - counts)[filled]
+        reached = np.add.reduceat(steps, firsts)
+        starts = filled * size
+        if (reached > np.minimum(size, end - starts)).any():
+            raise FormatError("a change lies behind its block")
+        steps[firsts] += starts
+        steps[firsts[1:]] -= (starts + reached)[:-1]
+        np.cumsum(steps, out=steps)
+        steps -= 1
+    return steps
 
 
 class _Taken:

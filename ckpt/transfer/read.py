@@ -45,7 +45,15 @@ import xxhash
 
 from ckpt.arguments import memory_budget, workers_for
 from ckpt.plan.load_plan import NOTHING_SHARED, CheckShare
-from ckpt.plan.read_plan import NOWHERE, ByteRange, Limits, ReadRequest, byte_ranges_of, groups_of
+from ckpt.plan.read_plan import (
+    NOWHERE,
+    ByteRange,
+    Limits,
+    ReadRequest,
+    byte_ranges_of,
+    delta_groups_of,
+    groups_of,
+)
 from ckpt.transfer.record_sums import ChangedOnTheWayError, Part, RecordSums, Verify, changed_error
 from formats.catalog import Chunk, Extent
 from formats.errors import CorruptError
@@ -133,6 +141,8 @@ MAPPED_BYTES = 32 << 20
 """The largest part of a file in mapped memory whose elements are placed at a time."""
 DIRECT_BYTES = 8 << 20
 """Bytes of a tensor that one thread reads at a time into the tensor's memory."""
+DELTA_RANGE_BYTES = 1 << 20
+"""Bytes that a delta changes and that are verified while they are in the processor's cache."""
 THREAD_BYTES = 32 << 20
 """The caller itself reads fewer bytes than these in all: threads would cost more. Several reads
 from a server are different: each waits for an answer."""
@@ -214,6 +224,8 @@ class RangeReader:
         self._workers, self._limits = policy.workers, policy.limits
         self._unchanged, self._share = policy.unchanged, policy.share
         self._keeps = getattr(reader, "keeps", False)
+        self._joins = self._unchanged is Unchanged.DELTA and not hasattr(reader, "keeps")
+        """Whether one delta is asked for ranges that lie apart (rule 3)."""
         self._misses = 0
         """The groups of ranges whose target did not have the version before."""
         self._scratch = threading.local()
@@ -225,7 +237,10 @@ class RangeReader:
         progress: Progress | None = None,
     ) -> None:
         """Fulfils all requests; `targets` has memory by number. Raises as `read_requests` does."""
-        ranges = byte_ranges_of(requests, bool(self.sums.verify), self._limits)
+        limits = self._limits
+        if self._joins:
+            limits = replace(limits, direct_bytes=min(limits.direct_bytes, DELTA_RANGE_BYTES))
+        ranges = byte_ranges_of(requests, bool(self.sums.verify), limits)
         self.read(ranges, targets, progress)
 
     def finish(self, progress: Progress | None = None) -> None:
@@ -248,12 +263,14 @@ class RangeReader:
     def _read_groups(
         self, ranges: list[ByteRange], call: _Call, progress: Progress | None = None
     ) -> None:
-        groups = groups_of(find_changed(ranges, call.targets, self._unchanged), self._limits)
+        changed = find_changed(ranges, call.targets, self._unchanged)
+        is_delta = self._unchanged is Unchanged.DELTA
+        groups = delta_groups_of(changed) if self._joins else groups_of(changed, self._limits)
 
         def work(group: list[ByteRange]) -> None:
-            left = self._without_delta(group, call) if self._unchanged is Unchanged.DELTA else group
-            if left:
-                self._do(left, call)
+            left = self._without_delta(group, call) if is_delta else group
+            for part in groups_of(left, self._limits) if self._joins else [left] if left else []:
+                self._do(part, call)
             if self._keeps:
                 from ckpt.transfer.live_deltas import keep_areas  # as below
 

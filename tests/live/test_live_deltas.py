@@ -41,10 +41,14 @@ def boxes(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     margins = [draw(st.integers(0, 2)) for _ in shape]
     whole = [size + margin for size, margin in zip(shape, margins, strict=True)]
-    old = random.integers(0, 256, prod(whole) * width, "u1").view(f"<u{width}").reshape(whole)
+    nbytes, odd = prod(whole) * width, draw(st.sampled_from((0, width)))
+    old = random.integers(0, 256, odd + nbytes, "u1")[odd:].view(f"<u{width}").reshape(whole)
     new = old.copy()
     part = draw(st.sampled_from((0.0, 0.001, 0.05, 0.1, 0.3, 1.0)))
-    new[random.random(whole) < part] ^= np.array(draw(st.integers(1, 255)), new.dtype)
+    change = np.array(draw(st.integers(1, 255)), new.dtype)
+    new[random.random(whole) < part] ^= change
+    if draw(st.booleans()):  # some blocks have many changes, and others few
+        new.reshape(-1)[new.size // 3 : new.size // 3 + BLOCK] ^= change
     inside = tuple(slice(margin, None) for margin in margins)
     return old[(*inside, ...)], new[(*inside, ...)]
 
