@@ -13,8 +13,9 @@ import json
 import re
 import shlex
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from sharding.errors import ArgumentError
@@ -45,7 +46,7 @@ def add_name_changes(parser: ArgumentParser, whose: str) -> None:
             flag,
             dest="mappings",
             action="append",
-            type=_mapping_type(is_inverse),
+            type=partial(MappingOption, is_inverse=is_inverse),
             metavar="NAME|FILE",
             help=f"{said}; repeatable, in turn",
         )
@@ -91,10 +92,6 @@ def by_first(pairs: Sequence[tuple[str, T]] | None, flag: str) -> dict[str, T]:
             raise ArgumentError(f"{flag} has {name!r} twice; give it once")
         found[name] = value
     return found
-
-
-def _mapping_type(is_inverse: bool) -> Callable[[str], MappingOption]:
-    return lambda name: MappingOption(name, is_inverse)
 
 
 def _parameter(text: str) -> tuple[str, int]:

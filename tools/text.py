@@ -16,15 +16,17 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from threading import Lock, Timer
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ckpt.display import count, printable, size
 from ckpt.errors import CkptError
-from ckpt.run.policy import UNITS, Keep, parse_keep, parse_time
+from ckpt.run.policy import UNITS, parse_keep, parse_time
 from formats.catalog import Catalog
 from formats.errors import FormatError
 from formats.limits import parse_size
 from sharding.errors import without_secrets
+
+T = TypeVar("T")
 
 Url = str | os.PathLike[str]
 Options = Mapping[str, object] | None
@@ -145,20 +147,24 @@ def _plain(value: object) -> object:
     return value
 
 
-def size_of(text: str) -> int:
-    """Returns the bytes of a size such as `5GB`, for argparse."""
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ArgumentTypeError(str(error)) from error
+def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Returns the function for argparse, which shows the text of an ArgumentTypeError alone."""
+
+    def parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise ArgumentTypeError(str(error)) from error
+
+    return parsed
 
 
-def duration(text: str) -> float:
-    """Returns the seconds of an age such as `90m`, for argparse (`parse_time`)."""
-    try:
-        return parse_time(text)
-    except ValueError as error:
-        raise ArgumentTypeError(str(error)) from error
+size_of = _argument(parse_size)
+"""Returns the bytes of a size such as `5GB`."""
+duration = _argument(parse_time)
+"""Returns the seconds of an age such as `90m`."""
+keep_of = _argument(parse_keep)
+"""Returns a policy such as `last=3,every=1000,best=2`."""
 
 
 def versions_kept(url: str, options: Options) -> str:
@@ -184,14 +190,6 @@ def age(seconds: float) -> str:
         if seconds >= unit:
             return f"{seconds / unit:.0f} {letter}"
     return "0 s"
-
-
-def keep_of(text: str) -> Keep:
-    """Parses a policy such as `last=3,every=1000,best=2`, for argparse (`parse_keep`)."""
-    try:
-        return parse_keep(text)
-    except ValueError as error:
-        raise ArgumentTypeError(str(error)) from error
 
 
 Progress = Callable[[int], None]

@@ -26,7 +26,7 @@ from math import prod
 
 import numpy as np
 
-from ckpt.checking.diff import FLAT_FORMATS, GGUF
+from ckpt.checking.diff import FLAT_FORMATS, GGUF, plain_values
 from ckpt.checking.elements import Tolerance, same_value
 from ckpt.converting.layouts import Division, run_of
 from ckpt.installation import __version__
@@ -45,7 +45,6 @@ from formats.catalog import (
     TensorRecord,
     TensorRef,
     Tree,
-    iter_leaves,
 )
 from formats.dtypes import DType
 from formats.errors import CorruptError
@@ -303,7 +302,7 @@ def check_written(wanted: StoredState, found: StoredState, url: str, target_form
                 raise _differs(url, tensor.name, f"element {at} has other bytes")
         found.copier.finish()
     if target_format not in (*FLAT_FORMATS, GGUF):
-        _check_values(dict(_values(wanted.tree)), dict(_values(found.tree)), url)
+        _check_values(dict(plain_values(wanted.tree)), dict(plain_values(found.tree)), url)
 
 
 def _check_described(wanted: OutgoingTensor, found: OutgoingTensor | None, url: str) -> None:
@@ -336,10 +335,6 @@ def _first_difference(a: Iterator[memoryview], b: Iterator[memoryview]) -> int |
 def _next(blocks: Iterator[memoryview]) -> memoryview:
     """Returns the next block that has bytes; an empty one at the end."""
     return next((block for each in blocks if (block := each.cast("B"))), memoryview(b""))
-
-
-def _values(tree: Tree) -> Iterator[tuple[str, Tree]]:
-    return (pair for pair in iter_leaves(tree) if not isinstance(pair[1], TensorRef))
 
 
 def _check_values(wanted: Mapping[str, Tree], found: Mapping[str, Tree], url: str) -> None:

@@ -415,16 +415,13 @@ def parameters_in(catalog: Catalog) -> int:
     entry that is the model, all weights count that belong to no optimizer.
     """
     place = place_of_model(catalog)
-    tree = Saved(catalog).node(place) if place else catalog.tree
+    found = Saved(catalog).node(place) if place else catalog.tree
+    tree: Tree = {} if isinstance(found, Missing) else found
     if isinstance(tree, dict) and not place:
         tree = {key: item for key, item in tree.items() if not is_of_training(key)}
     tied = catalog.aliases
-    names = {tied.get(name, name) for name in weights_in(catalog, _tree_or_empty(tree), place)}
+    names = {tied.get(name, name) for name in weights_in(catalog, tree, place)}
     return sum(prod(catalog.tensors[name].shape) for name in names if name in catalog.tensors)
-
-
-def _tree_or_empty(tree: Tree | Missing) -> Tree:
-    return {} if isinstance(tree, Missing) else tree
 
 
 def weights_beside(catalog: Catalog, place: str) -> tuple[str, ...]:

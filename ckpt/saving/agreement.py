@@ -251,13 +251,9 @@ def check_place(store: Store, overwrite: bool, beside: Collection[str] | None = 
         if MANIFEST in names and store.exists(MANIFEST):  # a listing may be out of date
             raise ExistsError(f"{store.url} holds a checkpoint; pass overwrite=True to replace it")
         check_no_other(store.url, names)
-    elif (beside is None or _is_among(store, beside)) and store.exists(MANIFEST):
+    elif (beside is None or f"{split_url(store.url)[1]}/" in beside) and store.exists(MANIFEST):
         check_no_link(store.url)
         check_unused(store.url, store.options)
-
-
-def _is_among(store: Store, beside: Collection[str]) -> bool:
-    return f"{split_url(store.url)[1]}/" in beside
 
 
 def check_options(ranks: Ranks, store: Store, options: SaveOptions) -> None:

@@ -196,7 +196,8 @@ class HttpClient:
                 raise ProtocolError(f"{self.place}: bytes {lo}:{hi} were asked, {said!r} came")
             size = int(matched[3])
             if size < hi:
-                return Answer(http.client.REQUESTED_RANGE_NOT_SATISFIABLE, _past(size), b"")
+                headers = {"content-range": f"bytes */{size}"}
+                return Answer(http.client.REQUESTED_RANGE_NOT_SATISFIABLE, headers, b"")
             if int(matched[2]) + 1 != hi or response.length != hi - lo:
                 raise ProtocolError(f"{self.place}: bytes {lo}:{hi} were asked, {said!r} came")
             for view in views:
@@ -345,10 +346,6 @@ def path_of(*parts: str) -> str:
 
 def _lower_headers(response: http.client.HTTPResponse) -> dict[str, str]:
     return {name.lower(): value for name, value in response.headers.items()}
-
-
-def _past(size: int) -> dict[str, str]:
-    return {"content-range": f"bytes */{size}"}
 
 
 def _body(response: http.client.HTTPResponse, most: int) -> bytes:

@@ -28,6 +28,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
+from typing import cast
 
 from formats.catalog import (
     Catalog,
@@ -98,7 +99,7 @@ def read(reader: Reader) -> Catalog:
             raise FormatError(f"{METADATA}: {name} is a {type(entry).__name__}")
     if len(set(values.values())) < len(values):
         raise HostileError(f"{METADATA}: two values lie in the same bytes")
-    ahead = ReadAhead(reader)
+    ahead = cast("Reader", ReadAhead(reader))
     for name, item in sorted(values.items(), key=lambda each: (each[1].file, each[1].offset)):
         archive = Archive(ahead, item.file, item.offset, item.nbytes)
         pickled = archive.read(DATA_PICKLE)
@@ -411,32 +412,15 @@ class ItemPieces:
 
 
 class ReadAhead:
-    """A reader that reads a large block around each short read, and keeps the last block."""
+    """Reads a large block around each short read, and keeps the last. All else is the reader's."""
 
     def __init__(self, reader: Reader) -> None:
-        self.url = reader.url
-        self.read_bytes = reader.read_bytes
         self._reader = reader
-        self.count_reread = getattr(reader, "count_reread", None)
         # One attribute: no thread sees the place of one block with the bytes of another.
         self._block: tuple[str, int, bytes] = ("", 0, b"")
 
-    def names(self) -> list[str]:
-        return self._reader.names()
-
-    def entries(self, folder: str = "") -> list[str]:
-        return self._reader.entries(folder)
-
-    def size(self, name: str) -> int:
-        return self._reader.size(name)
-
-    def read_whole(self, name: str, limit: int) -> bytes:
-        """Reads all bytes of a small file, without the block."""
-        return self._reader.read_whole(name, limit)
-
-    def read_end(self, name: str, size: int, length: int) -> bytes:
-        """Reads the last bytes of a file, without the block."""
-        return self._reader.read_end(name, size, length)
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._reader, name)
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Reads exactly these bytes, from the block if it has them."""
@@ -450,10 +434,6 @@ class ReadAhead:
             block = self._reader.read(name, start, stop - start)
             self._block = (name, start, block)
         return block[offset - start : offset - start + length]
-
-    def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
-        """Fills buffers from the file, without the block."""
-        self._reader.read_into(name, offset, *targets)
 
 
 IDENTIFIER = ".data/serialization_id"

@@ -159,7 +159,12 @@ def dump(manifest: Manifest) -> bytes:
         return node
 
     state = _compact(encode(manifest.tree, tensor))
-    bases: list[Json] = [None if base is None else _base_json(base) for base in manifest.bases]
+    bases: list[Json] = [
+        None if base is None else [base.folder, [[f.name, f.rank, f.size] for f in base.files]]
+        for base in manifest.bases
+    ]
+    strides: dict[str, Json] = {name: list(steps) for name, steps in manifest.strides.items()}
+    versions: dict[str, Json] = {path: dict(numbers) for path, numbers in manifest.versions.items()}
     body = _compact(
         {
             "format": "ckpt",
@@ -172,9 +177,9 @@ def dump(manifest: Manifest) -> bytes:
                 [f.name, f.rank, f.size, f.header_bytes, f.table_bytes, f.digest]
                 for f in manifest.files
             ],
-            **({"strides": _strides_json(manifest.strides)} if manifest.strides else {}),
+            **({"strides": strides} if strides else {}),
             **({"optimizers": dict(manifest.optimizers)} if manifest.optimizers else {}),
-            **({"versions": _versions_json(manifest.versions)} if manifest.versions else {}),
+            **({"versions": versions} if versions else {}),
         }
     )
     body = body[:-1] + b',"state":' + state + b"}"
@@ -231,18 +236,6 @@ def _mesh_json(mesh: Mesh) -> Json:
     if mesh.table:
         entry["table"] = list(mesh.table)
     return entry
-
-
-def _versions_json(versions: Mapping[str, Mapping[str, int]]) -> Json:
-    return {path: dict(numbers) for path, numbers in versions.items()}
-
-
-def _strides_json(strides: Mapping[str, tuple[int, ...]]) -> Json:
-    return {name: list(steps) for name, steps in strides.items()}
-
-
-def _base_json(base: Base) -> Json:
-    return [base.folder, [[file.name, file.rank, file.size] for file in base.files]]
 
 
 _HEX = re.compile(rb"[0-9a-f]{32}")
