@@ -138,6 +138,7 @@ class SecondOutput:
         Casts.of(self.dtype)
 
     def at(self, step: int) -> SecondOutput:
+        """Returns the output of a step."""
         return replace(self, place=os.fspath(self.place).replace(STEP, str(step)))
 
     def check_steps(self) -> None:

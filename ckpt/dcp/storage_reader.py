@@ -98,6 +98,7 @@ class CkptStorageReader(StorageReader):
         self.load_id = str(uuid4())
 
     def close(self) -> None:
+        """Closes the files."""
         if self._checkpoint is not None:
             self._checkpoint.close()
         self._checkpoint = None

@@ -286,8 +286,9 @@ def _chosen(source: Source, select: str, selection: Selection) -> Mapped:
             f"{url}: the name of a top entry is empty; save the entry under another name, or leave "
             "it out (exclude='')"
         )
-    selection.check_chooses(set(names_of(tree)), url)
-    tree = map_selected(tree, selection, lambda leaf, _: leaf)
+    if not selection.is_all:
+        selection.check_chooses(set(names_of(tree)), url)
+        tree = map_selected(tree, selection, lambda leaf, _: leaf)
     found = Mapped.identity(replace(catalog, tree=tree))
     if not select:
         return found

@@ -28,14 +28,14 @@ from warnings import warn
 
 import numpy as np
 import torch
+import xxhash
 
 from ckpt.errors import NOT_STRICT, Difference, MismatchError, make_skipped_warning
 from ckpt.match.match_builder import Match, Target
 from ckpt.plan.load_plan import LoadItem
 from ckpt.state.memory import memory_of
-from ckpt.state.merged_state import short_hash
 from ckpt.state.patterns import Claim
-from sharding.agreement.ranks import Ranks
+from sharding.agreement.ranks import HASH_BITS, Ranks
 
 MOST_UNITS = 16 << 20
 """The search compares at most so many units of memory one by one."""
@@ -348,9 +348,9 @@ def fingerprints(matched: Match) -> Fingerprints:
     """Returns the hashes of this rank's match."""
     names = "\n".join(difference.name for difference in matched.differences)
     return Fingerprints(
-        short_hash("\n".join(matched.unexpected).encode()),
-        short_hash(_dump(matched.idle)),
-        short_hash(names.encode(errors="surrogatepass")),
+        _hash("\n".join(matched.unexpected).encode()),
+        _hash(_dump(matched.idle)),
+        _hash(names.encode(errors="surrogatepass")),
     )
 
 
@@ -399,6 +399,10 @@ def _dump(idle: Sequence[Claim]) -> bytes:
 
 def _load(data: bytes) -> list[Claim]:
     return [Claim(tuple(include), tuple(exclude)) for include, exclude in json.loads(data)]
+
+
+def _hash(data: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(data) >> (64 - HASH_BITS)
 
 
 def check_fits(

@@ -323,16 +323,17 @@ def map_selected(
     {'b': [None, 'b.1']}
     """
     if isinstance(tree, dict):
+        entries = [(key, join(path, key), item) for key, item in tree.items()]
         return {
-            key: map_selected(item, selection, leaf, join(path, key))
-            for key, item in tree.items()
-            if is_selected(item, join(path, key), selection)
+            key: map_selected(item, selection, leaf, name)
+            for key, name, item in entries
+            if selection.is_all or is_selected(item, name, selection)
         }
     if isinstance(tree, list | tuple):
         named = [(join(path, index), item) for index, item in enumerate(tree)]
         items = [
             map_selected(item, selection, leaf, name)
-            if is_selected(item, name, selection)
+            if selection.is_all or is_selected(item, name, selection)
             else None
             for name, item in named
         ]
