@@ -220,7 +220,11 @@ class _Step:
                 if parallel != self._parallel
             ]
             models = [groups_of(file) for file in (self._model, *others)]
-            states, sizes = universal_states(self._reader, self._nest, models, self._shared_names())
+            elsewhere = {*self._shared_names()}
+            if not others:  # the module has the buffers, in dtypes of their own
+                stored = self._model.part().get("module")
+                elsewhere |= {*self._buffers()} & {*(stored if isinstance(stored, dict) else ())}
+            states, sizes = universal_states(self._reader, self._nest, models, elsewhere)
             self._files.update(sizes)
             return states
         groups = groups_of(self._model)
@@ -244,8 +248,7 @@ class _Step:
         shared = self._shared_names()
         frozen = self._frozen()
         # In stage 3 a parameter without elements stands for its parts, a buffer for itself.
-        buffers: Mapping[object, object] = {"buffer_names": content.get("buffer_names") or []}
-        whole = self._model.items(buffers, "buffer_names") if self._in_parts else stored
+        whole = self._buffers() if self._in_parts else stored
         module: Nested = {}
         fp32: Nested = dict(states.fp32)
         for name in dict.fromkeys((*stored, *frozen, *states.fp32)):
@@ -287,6 +290,11 @@ class _Step:
         if not isinstance(shared, dict):
             raise self._model.unlike("dict", shared, "shared_params")
         return shared
+
+    def _buffers(self) -> list[object]:
+        """Returns the names of buffers."""
+        names: Mapping[object, object] = {"": self._model.part().get("buffer_names") or []}
+        return self._model.items(names, "")
 
     def _frozen(self) -> Nested:
         """Returns the frozen parameters in stage 3, whose parts are in the files of all ranks."""
@@ -332,12 +340,12 @@ def universal_states(
     reader: Reader,
     nest: Nest,
     models: Sequence[Sequence[Shapes]],
-    shared: Mapping[object, object],
+    elsewhere: Set[object],
 ) -> tuple[States, dict[str, int]]:
     """Returns the states, and the sizes of their files.
 
-    `models` has the groups of parameters in each file of a model. `shared` has the names of
-    parameters that are stored under another one; DeepSpeed also stores them as they compute.
+    `models` has the groups of parameters in each file of a model. `elsewhere` has the names of
+    parameters that are stored under another one, and of buffers: DeepSpeed stores them in float32.
 
     Raises:
         CorruptError: the weights of a parameter are missing.
@@ -345,7 +353,7 @@ def universal_states(
     """
     shapes = {name: shape for groups in models for group in groups for name, shape in group.items()}
     entries = [entry.removesuffix("/") for entry in reader.entries(FOLDER) if entry.endswith("/")]
-    names = [name for name in dict.fromkeys((*shapes, *entries)) if name not in shared]
+    names = [name for name in dict.fromkeys((*shapes, *entries)) if name not in elsewhere]
     if lost := set(shapes) - set(entries):
         raise CorruptError(
             f"{reader.url}/{FOLDER}: there is no folder of the parameter {min(lost)!r:.200}, and "

@@ -15,6 +15,7 @@ from torch import nn
 
 import ckpt
 from ckpt.errors import CorruptError, FormatError, HostileError, UnsupportedError
+from formats.dtypes import BY_NAME
 from formats.pickles.machine import load
 from formats.pickles.records import Opaque
 from formats.pickles.writer import dump
@@ -278,6 +279,22 @@ def test_a_universal_folder_without_the_file_of_rank_0_is_refused(tmp_path: Path
     file.rename(tmp_path / "u" / "zero_pp_rank_1_mp_rank_00_model_states.pt")
     with pytest.raises(CorruptError, match="none of rank 0"):
         ckpt.read(tmp_path / "u")
+
+
+def test_a_buffer_of_a_universal_folder_has_the_dtype_of_the_module(tmp_path: Path) -> None:
+    """DeepSpeed's converter makes 32-bit floats of buffers."""
+    shutil.copytree(DATA / UNIVERSAL, tmp_path / "u")
+
+    def change(saved: Any) -> None:
+        scale, dtype = saved["module"]["scale"], BY_NAME["I32"]
+        storage = replace(scale.storage, dtype=dtype)
+        saved["module"]["scale"] = replace(scale, storage=storage, dtype=dtype)
+
+    rewrite(tmp_path / "u" / "mp_rank_00_model_states.pt", change)
+    found = ckpt.read(tmp_path / "u")
+    for section in ("module", "fp32"):
+        assert found[section]["scale"].dtype == torch.int32
+    assert ckpt.verify(tmp_path / "u").sound
 
 
 def states_of(saved: Any) -> Any:

@@ -197,6 +197,14 @@ def test_a_damaged_or_hostile_file_is_a_named_error(
         ckpt.open(tmp_path / "a.gguf")
 
 
+def test_a_file_of_version_2_is_read(tmp_path: Path) -> None:
+    for version in (2, 3):
+        head = b"GGUF" + struct.pack("<I", version)
+        (tmp_path / f"{version}.gguf").write_bytes(a_file([ONE], head=head, data=bytes(range(32))))
+    assert ckpt.diff(tmp_path / "2.gguf", tmp_path / "3.gguf").equal
+    assert ckpt.read(tmp_path / "2.gguf")["w"].shape == (2, 4)
+
+
 def test_types_that_a_file_has_are_not_left_out(tmp_path: Path) -> None:
     report = ckpt.convert(DATA / "small.gguf", tmp_path / "c.gguf")
     assert report.left_out == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
@@ -56,6 +57,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "model.nemo": (tar(), "a tar archive"),
     "model.tar.gz": (gzip.compress(tar()), "compressed by gzip"),
     "model.pt.zst": (zstandard.compress(b"x"), "compressed by zstd"),
+    "model.bz2": (bz2.compress(b"x"), "compressed by bzip2"),
     "model.xz": (lzma.compress(b"x"), "compressed by xz"),
     "lib.so": (b"\x7fELF\x02\x01\x01" + bytes(57), "a program or library"),
     "model.safetensors": (POINTER, "a Git LFS pointer"),

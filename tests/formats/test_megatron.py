@@ -65,6 +65,14 @@ def test_another_format_of_megatron_is_refused_by_name(tmp_path: Path) -> None:
         ckpt.read(folder)
 
 
+@pytest.mark.parametrize("backend", ["torch_dist", "fsdp_dtensor"])
+def test_both_formats_of_folders_of_dcp_are_read(backend: str, tmp_path: Path) -> None:
+    folder = copied(tmp_path / "run")
+    told = {"sharded_backend": backend, "sharded_backend_version": 1}
+    (folder / FOLDER / "metadata.json").write_text(json.dumps(told))
+    assert ckpt.diff(DATA, folder).equal
+
+
 def test_missing_common_values_are_told(tmp_path: Path) -> None:
     folder = copied(tmp_path / "run")
     assert ckpt.verify(folder / FOLDER).notes == ()

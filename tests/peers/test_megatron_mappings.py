@@ -116,6 +116,32 @@ def with_norms_behind(layer: Any) -> Any:
     return TransformerBlockSubmodules(layer_specs=[layer] * LAYERS, layer_norm=ZeroCentred)
 
 
+def with_norms_of_all_heads(layer: Any) -> Any:
+    """The layer whose queries and keys have one norm each, as Megatron-Bridge builds OLMoE."""
+    from megatron.core.transformer.attention import SelfAttention
+
+    class Attention(SelfAttention):
+        def __init__(self, config: Any, submodules: Any, *args: Any, **given: Any) -> None:
+            super().__init__(config, submodules, *args, **given)
+            norm, size = submodules.q_layernorm, self.hidden_size_per_attention_head
+            heads = (self.num_attention_heads_per_partition, self.num_query_groups_per_partition)
+            self.q_layernorm, self.k_layernorm = (
+                norm(config=config, hidden_size=count * size, eps=1e-5) for count in heads
+            )
+
+        def get_query_key_value_tensors(
+            self, hidden_states: torch.Tensor, *_: Any, **__: Any
+        ) -> Any:
+            mixed = self.linear_qkv(hidden_states)[0].unflatten(-1, (GROUPS, -1, HIDDEN // HEADS))
+            q, k, v = mixed.split([HEADS // GROUPS, 1, 1], -2)
+            q = self.q_layernorm(q.flatten(2)).unflatten(-1, (HEADS, -1))
+            k = self.k_layernorm(k.flatten(2)).unflatten(-1, (GROUPS, -1))
+            return q, k, v.squeeze(-2)
+
+    layer.submodules.self_attention.module = Attention
+    return layer
+
+
 class OnTheProcessor(TorchFunctionMode):
     """Makes tensors on the processor that Megatron-core asks for on a GPU."""
 
@@ -295,6 +321,14 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         | {"qk_layernorm": True, "kv_channels": 16, "num_moe_experts": EXPERTS}
         | {"moe_router_topk": 2, "moe_ffn_hidden_size": FFN},
     ),
+    "olmoe": (
+        "OlmoeForCausalLM",
+        HF | {"intermediate_size": 16, "num_experts": EXPERTS, "num_experts_per_tok": 2},
+        "qwen3moe-hf-megatron",
+        GATED
+        | {"qk_layernorm": True, "num_moe_experts": EXPERTS, "moe_router_topk": 2}
+        | {"moe_ffn_hidden_size": 16, "moe_router_pre_softmax": True},
+    ),
     "gpt2": ("GPT2LMHeadModel", GPT2, "gpt2-hf-megatron", {"activation_func": gelu}),
     "deepseek": (
         "DeepseekV3ForCausalLM",
@@ -375,6 +409,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
 }
 SHARED = ("gpt2-hf-megatron", "gemma3-hf-megatron")
 """The models whose output layer has the embedding's weight."""
+
+NO_DIST = ("qwen2", "mistral", "gpt2", "gemma-3")
+"""The models whose folder of Megatron-core no test writes."""
 
 
 NORM = ("decoder.layers.*.mlp.linear_fc1.layer_norm_weight",)
@@ -473,6 +510,8 @@ def megatron_model(name: str) -> torch.nn.Module:
     )
     if is_gemma:
         spec = with_norms_behind(spec)
+    if name == "olmoe":
+        spec = with_norms_of_all_heads(spec)
     if is_latent:
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = CoreAttention
@@ -587,7 +626,7 @@ def leaves_of(nest: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("single", [False, True])
-@pytest.mark.parametrize("name", sorted({*MODELS} - {"qwen2", "mistral", "gpt2", "gemma-3"}))
+@pytest.mark.parametrize("name", sorted({*MODELS} - {*NO_DIST}))
 def test_a_torch_dist_folder_becomes_the_hugging_face_folder(
     name: str, single: bool, tmp_path: Path, parallel_state: None
 ) -> None:

@@ -95,7 +95,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "DebertaV2ForMaskedLM": SMALL,
     "DeepseekV2ForCausalLM": MLA,
     "DeepseekV3ForCausalLM": MLA,
+    "DbrxForCausalLM": {
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 2,
+        "vocab_size": 64,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "DeiTModel": IMAGE,
+    "DetrForObjectDetection": {
+        key: one for key, one in PAIR.items() if key[:3] not in ("voc", "pad")
+    }
+    | {
+        "num_queries": 5,
+        "use_timm_backbone": False,
+        "use_pretrained_backbone": False,
+        "backbone": None,
+        "backbone_config": {
+            "model_type": "resnet",
+            "hidden_sizes": [8, 16, 16, 16],
+            "depths": [1, 1, 1, 1],
+            "embedding_size": 8,
+            "out_features": ["stage4"],
+        },
+    },
     "Dinov2Model": IMAGE,
     "DistilBertForMaskedLM": {
         "dim": 32,
