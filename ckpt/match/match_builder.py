@@ -32,7 +32,7 @@ from ckpt.state.memory import empty_for, is_plain, torch_dtype
 from ckpt.state.patterns import Claim, Rename, Selection
 from ckpt.state.saved import Missing, Saved, holds_tensor
 from ckpt.state.typed_values import restore_value
-from formats.catalog import OpaqueValue, TensorRecord, TensorRef, Tree, join
+from formats.catalog import OpaqueValue, TensorRecord, TensorRef, Tree, TypedValue, join
 from formats.dtypes import BY_TORCH_NAME, DType
 from sharding.describe.describing import TensorLike, describe
 from sharding.errors import ArgumentError
@@ -185,11 +185,11 @@ class MatchBuilder:
             self.fill(path, record, tensor)
             return lambda: tensor
         if isinstance(tree, dict):
-            every = is_one or self.selection.is_all
+            every, before = is_one or self.selection.is_all, f"{path}." if path else ""
             items = {
-                key: self.whole(v, join(path, key), like, is_one)
+                key: self.whole(v, f"{before}{key}", like, is_one)
                 for key, v in tree.items()
-                if every or self.chooses(join(path, key))
+                if every or self.chooses(f"{before}{key}")
             }
             return lambda: {key: step() for key, step in items.items()}
         if isinstance(tree, list | tuple):
@@ -209,7 +209,7 @@ class MatchBuilder:
                 f"is {tree} in the checkpoint, an object that is never rebuilt; leave it out "
                 "(exclude=), or load it with torch.load where its class is known",
             )
-        value = restore_value(tree)
+        value = restore_value(tree) if isinstance(tree, DType | TypedValue) else tree
         return lambda: value
 
     def anything(self, own: object, path: str) -> Installer:

@@ -88,14 +88,14 @@ def match_optimizer(
         return match_stateful(builder, fill, optimizer, path)
     names = parameters.of(optimizer)
     leave_out(names, path)
-    named, kept = names.named, state_of(optimizer)
+    named, kept, state = names.named, state_of(optimizer), join(path, "state")
     for each in named if not builder.selection.is_all else ():
-        state = [join(join(path, "state"), name) for name in each.names]
+        own = [f"{state}.{name}" for name in each.names]
         held = kept.get(each.parameter, {})
-        builder.owns(*state, *(join(name, key) for name in state for key in held))
+        builder.owns(*own, *(f"{name}.{key}" for name in own for key in held))
     if packed is None:
         return lambda: optimizer
-    return _OptimizerMatch(builder, optimizer, named, path, packed).run()
+    return _OptimizerMatch(builder, optimizer, named, path, state, packed).run()
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,8 @@ class _OptimizerMatch:
     optimizer: Optimizer
     named: list[NamedParameter]
     path: str
+    state: str
+    """The name of the state of all parameters."""
     packed: Mapping[str, Any]
     """The optimizer's present state dict."""
     _options: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict)
@@ -112,7 +114,7 @@ class _OptimizerMatch:
     def run(self) -> Installer:
         groups = self._groups()
         self._find_lacking()
-        self.builder.used.add(join(self.path, "state"))  # a leaf if no parameter has state
+        self.builder.used.add(self.state)  # a leaf if no parameter has state
         own = optimizer_entries(self.packed, self.named, self.path)
         parameters = [named.parameter for named in self.named]
         states = {
@@ -150,7 +152,7 @@ class _OptimizerMatch:
 
     def _of_no_parameter(self, own: Any) -> dict[Any, Installer]:
         """Returns installers of the state under keys that are no parameter's (rule 6)."""
-        builder, state = self.builder, join(self.path, "state")
+        builder, state = self.builder, self.state
         names = {name for named in self.named for name in named.names}
         mine = {key: value for key, value in own.items() if key not in names}
         members = members_of_groups(builder.saved, self.path) or []
@@ -162,11 +164,11 @@ class _OptimizerMatch:
         saved = node_at(catalog.tree, join(before, "state"))
         keys = [key for key in saved if str(key) not in theirs] if isinstance(saved, dict) else []
         found = {
-            key: builder.anything(mine.get(key), join(state, key))
+            key: builder.anything(mine.get(key), f"{state}.{key}")
             for key in keys
-            if key in mine or builder.chooses(join(state, key))
+            if key in mine or builder.chooses(f"{state}.{key}")
         }
-        kept = {key: value for key, value in mine.items() if not builder.chooses(join(state, key))}
+        kept = {key: value for key, value in mine.items() if not builder.chooses(f"{state}.{key}")}
         return {key: (lambda value=value: value) for key, value in kept.items()} | found
 
     # Groups.
@@ -195,7 +197,7 @@ class _OptimizerMatch:
             if at is None:
                 continue
             for key, value in saved[at].options.items():
-                entry = join(join(where, at), key)
+                entry = f"{where}.{at}.{key}"
                 if key == "param_names" and len(names) != len(saved[at].names):
                     continue  # the names of other parameters
                 if is_one or self.builder.chooses(entry):
@@ -208,7 +210,7 @@ class _OptimizerMatch:
         """Returns the saved group of each group; None after adding a difference (rules 1 and 5)."""
         where = join(self.path, "param_groups")
         own = path_in_checkpoint(self.builder.saved, self.path)
-        rename = partial(rename_parameter, self.builder.saved, own, self.path)
+        rename = partial(rename_parameter, self.builder.saved, join(own, "state"), self.state)
         group_of = {rename(name): at for at, group in saved.items() for name in group.names}
         if not self._are_as_large(members, saved, where):
             return [None] * len(members)
@@ -335,7 +337,7 @@ class _OptimizerMatch:
             members = [next(named) for _ in group["params"]]
             states = [state for member in members for state in self._iter_saved(member)]
             for lacking in lacking_entries(states):
-                where = join(join(join(self.path, "state"), lacking.name), lacking.entry)
+                where = f"{self.state}.{lacking.name}.{lacking.entry}"
                 if where in self.builder.selection:
                     self.builder.differ(
                         where,
@@ -347,7 +349,7 @@ class _OptimizerMatch:
         tensors = self.builder.saved.catalog.tensors
         shapes = [part.layout.shape for part in named.slices] or [tuple(named.parameter.shape)]
         for name, shape in zip(named.names, shapes, strict=True):
-            where = join(join(self.path, "state"), name)
+            where = f"{self.state}.{name}"
             saved = self.builder.saved.node(where)
             if not isinstance(saved, dict) or where in self.builder.left_out:
                 continue
@@ -360,7 +362,7 @@ class _OptimizerMatch:
 
     def _parameter_state(self, named: NamedParameter, held: object) -> Installer:
         """Matches the saved state of one parameter (rule 2)."""
-        parameter, state = named.parameter, join(self.path, "state")
+        parameter, state = named.parameter, self.state
         if named.slices:
             held_now = state_of(self.optimizer).get(parameter, {})
             divided = match_slices(self.builder, named, held_now, state)
@@ -368,7 +370,7 @@ class _OptimizerMatch:
                 return _nothing
             return lambda: divided() or None
         name = named.names[0]
-        where = join(state, name)
+        where = f"{state}.{name}"
         mine = held.get(name, {}) if isinstance(held, dict) else {}
         below = self.builder.saved.under(where)
         if where in self.builder.left_out:

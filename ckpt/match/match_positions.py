@@ -47,7 +47,7 @@ def name_like_target(saved: Saved, state: object, parameters: ParameterNames) ->
             where = join(path, "state")
             for old, new in names.items():
                 if str(old) != new:
-                    table[join(where, old)] = join(where, new)
+                    table[f"{where}.{old}"] = f"{where}.{new}"
     return saved.with_names(table) if table else saved
 
 
@@ -107,7 +107,8 @@ def _new_names(
     if are_numbers(members) or (own in optimizers and module is None):
         return _by_position(members, target, optimizer)
     texts = [str(name) for name in flat]
-    new = {text: rename_parameter(saved, own, path, text) for text in texts}
+    before, state = join(own, "state"), join(path, "state")
+    new = {text: rename_parameter(saved, before, state, text) for text in texts}
     if own not in optimizers or module is None:
         guessed: Mapping[Key, str] = dict(_guess_names([*new.values()], target, labels))
         return guessed or _of_old(members, target, optimizer)
@@ -130,10 +131,9 @@ def _paths(target: OptimizerNames) -> list[str]:
     return [join(target.module, label) if target.module is not None else "" for label in labels]
 
 
-def rename_parameter(saved: Saved, own: str, path: str, name: str) -> str:
-    """Returns a parameter's name in the target, by the rename of its state."""
-    renamed = saved.rename(join(join(own, "state"), name))
-    return renamed.removeprefix(join(path, "state") + ".")
+def rename_parameter(saved: Saved, before: str, state: str, name: str) -> str:
+    """Returns a parameter's name in the target, by the rename of its state: `before`, `state`."""
+    return saved.rename(f"{before}.{name}").removeprefix(f"{state}.")
 
 
 def _by_position(

@@ -409,7 +409,7 @@ class RangeReader:
     def _verify_and_place(self, byte_range: ByteRange, stored: memoryview, call: _Call) -> None:
         """Raises unless these are the bytes of the range; copies its box, if it has one."""
         self._check(byte_range, byte_range.chunk, stored)
-        part = self.sums.part(byte_range.request, byte_range.lo, byte_range.hi, call.token)
+        part = self._part(byte_range, call)
         if part is not None:
             part.take(byte_range.lo, stored)
             self._compare(part, call)
@@ -432,7 +432,7 @@ class RangeReader:
         chunks = byte_range.request.extent.chunks
         if chunk >= 0 and chunks is not None:
             step = max(1, step // chunks.chunk_bytes) * chunks.chunk_bytes
-        part = self.sums.part(byte_range.request, byte_range.lo, byte_range.hi, call.token)
+        part = self._part(byte_range, call)
         if chunk < 0 and part is None and self.reader.read_bytes <= LOCAL_READ_BYTES:
             step = len(target)  # nothing is compared, so no part has to stay in the cache
         for at in range(0, len(target), step):
@@ -444,6 +444,12 @@ class RangeReader:
                 self._check(byte_range, chunk + at // chunks.chunk_bytes, data)
         if part is not None:
             self._compare(part, call)
+
+    def _part(self, byte_range: ByteRange, call: _Call) -> Part | None:
+        """Returns the part of a record's checksum that a read has; None for bytes without one."""
+        if byte_range.request.extent.crc32 is None:
+            return None
+        return self.sums.part(byte_range.request, byte_range.lo, byte_range.hi, call.token)
 
     def _check(self, byte_range: ByteRange, first: int, stored: memoryview) -> None:
         """Raises unless these are the bytes of the extent's chunks from `first` on.

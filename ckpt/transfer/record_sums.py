@@ -80,10 +80,10 @@ class RecordSums:
     def part(self, request: ReadRequest, lo: int, hi: int, call: object = None) -> Part | None:
         """Returns the part for bytes `[lo, hi)` of a file, before a read; None if not summed.
 
-        `call` stands for the call of `RangeReader.read` that reads them.
+        The extent has a CRC-32. `call` stands for the call of `RangeReader.read` that reads them.
         """
         extent = request.extent
-        if extent.crc32 is None or not self.verify:
+        if not self.verify:
             return None
         with self._lock:
             record = self._begin(request.name, extent)
