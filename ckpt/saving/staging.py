@@ -59,7 +59,7 @@ from ckpt.errors import StateChangedError
 from ckpt.plan.save_plan import SavePlan, WriteItem
 from ckpt.saving.arena import Arena, address_of
 from ckpt.state.flatten import Leaf
-from ckpt.state.memory import blocks, is_plain, take_samples
+from ckpt.state.memory import blocks, is_plain, start_samples, take_samples
 from ckpt.state.stateful import MAX_DEPTH
 from ckpt.transfer.write_job import LEAST_RING_BYTES, Ring
 from sharding.errors import ArgumentError
@@ -92,6 +92,12 @@ class Slot(NamedTuple):
     def flat(self) -> torch.Tensor:
         """Returns the item's elements in one dimension: without a copy if they are contiguous."""
         return self.leaf.local.reshape(-1)[self.item.lo : self.item.hi]
+
+    @property
+    def content(self) -> torch.Tensor:
+        """Returns the item's elements: without a copy if they are the whole local tensor."""
+        local = self.leaf.local
+        return local if self.item.hi - self.item.lo == local.numel() else self.flat
 
     def address(self) -> int:
         """Returns the address of a plain item's first byte.
@@ -127,7 +133,7 @@ class DeviceCopies:
         self._data = data
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._kept: list[torch.Tensor] = []
-        """The tensors that the streams still read from: their memory must not be reused."""
+        """The tensors that the streams still read from: other streams must not reuse them."""
         self._source: tuple[Slot, torch.Tensor] | None = None
         """The tensor that is copied in parts, and its bytes."""
 
@@ -147,7 +153,8 @@ class DeviceCopies:
             self.room(slot.item.offset, source.nbytes).view(source.dtype).copy_(
                 source, non_blocking=True
             )
-        self._kept += [slot.local, source]
+        self._kept.append(slot.local)
+        # A copy of strided elements is memory of this stream, whose order guards it: it is freed.
 
     def start_part(self, slot: Slot, lo: int, hi: int, at: int) -> None:
         """Starts the copy of bytes `[lo, hi)` of a tensor to byte `at`, after the last `follow`."""
@@ -202,10 +209,15 @@ def release(address: int) -> None:
             runtime.cudaHostUnregister(address)
 
 
-def waiting(found: Sequence[Slot], state: object) -> list[int]:
-    """Returns the numbers of the slots that can be copied later, until a step of an optimizer."""
+def waiting(found: Sequence[Slot], state: object, least_of_device: int = 0) -> list[int]:
+    """Returns the numbers of the slots that can be copied later, until a step of an optimizer.
+
+    Parts on a device have more than `least_of_device` bytes: the call starts their copies, and
+    would wait for the device's queued work if it copied a single one itself.
+    """
     held = addresses_of_hooked(state)
-    return [number for number, slot in enumerate(found) if held and _can_wait(slot, held)]
+    least = least_of_device
+    return [number for number, slot in enumerate(found) if held and _can_wait(slot, held, least)]
 
 
 def divide(found: Sequence[Slot], state: object, bound: int) -> Ring | None:
@@ -216,7 +228,7 @@ def divide(found: Sequence[Slot], state: object, bound: int) -> Ring | None:
     total = sum(slot.item.nbytes for slot in found)
     if total <= bound:
         return None
-    numbers = waiting(found, state)
+    numbers = waiting(found, state, SMALL_BYTES)
     later = set(numbers)
     now = [slot.item for number, slot in enumerate(found) if number not in later]
     start = sum(item.nbytes for item in now)
@@ -254,7 +266,7 @@ class Staging:
         numbers = set(later if ring is None else ring.waiting)
         self._copy_now([s for n, s in enumerate(found) if n not in numbers], arena, workers)
         self._later = [_of_now(found[number]) for number in sorted(numbers)]
-        self._samples = take_samples([slot.flat for slot in self._later])
+        self._samples = start_samples([slot.content for slot in self._later])
         self._versions = [_version(slot.leaf) for slot in self._later]
         for slot in self._later:
             if slot.local.is_cuda:
@@ -311,6 +323,8 @@ class Staging:
         """Lets no step wait any more; copies nothing."""
         self._filling.close()
         self._copies.drop()
+        with suppress(RuntimeError):  # CUDA's: an error has ended its copies
+            self._devices.finish()
         self._later, self._data = [], memoryview(b"")
         self._devices = DeviceCopies(self._data)
         self._done.set()
@@ -334,7 +348,7 @@ class Staging:
                 self._copied, lo = first + hi, hi
             self._devices.finish()
             with self._devices.stream_of(slot):
-                changed = self._find_changed([number], [slot.flat])
+                changed = self._find_changed([number], [slot.content])
             _check_unchanged(changed)
 
     def wait(self) -> None:
@@ -363,7 +377,7 @@ class Staging:
 
     def _find_changed(self, numbers: Sequence[int], content: list[torch.Tensor]) -> list[str]:
         """Returns the names of tensors whose content differs from that at the call."""
-        differs = (take_samples(content) != self._samples[numbers]).any(axis=1)
+        differs = (take_samples(content) != self._samples()[numbers]).any(axis=1)
         return [
             self._later[number].item.name
             for number, is_other in zip(numbers, differs, strict=True)
@@ -383,11 +397,11 @@ def _check_unchanged(changed: Sequence[str]) -> None:
         )
 
 
-def _can_wait(slot: Slot, held: set[int]) -> bool:
-    return (
-        slot.item.nbytes > SMALL_BYTES
-        and storage_of(slot.local) in held
-        and (slot.local.is_cuda or slot.is_plain)
+def _can_wait(slot: Slot, held: set[int], least: int) -> bool:
+    return storage_of(slot.local) in held and (
+        slot.item.nbytes > least
+        if slot.local.is_cuda
+        else slot.item.nbytes > SMALL_BYTES and slot.is_plain
     )
 
 

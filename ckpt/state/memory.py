@@ -20,7 +20,7 @@ once for each device.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -200,6 +200,14 @@ def take_samples(tensors: Sequence[torch.Tensor]) -> Bytes:
 
     The tensors are detached. Reading a device waits for its queued work.
     """
+    return start_samples(tensors)()
+
+
+def start_samples(tensors: Sequence[torch.Tensor]) -> Callable[[], Bytes]:
+    """Returns a function that returns the samples of now, as `take_samples`.
+
+    The function alone waits for the work that is queued on CUDA devices now.
+    """
     rows = np.zeros((len(tensors), SAMPLE_BYTES), np.uint8)
     at: list[int] = []
     addresses: list[int] = []
@@ -219,10 +227,25 @@ def take_samples(tensors: Sequence[torch.Tensor]) -> Bytes:
         lengths = np.array(sizes, np.int64)
         bytes_at = np.array(addresses, np.int64)[:, None] - 1 + _offsets(lengths)
         rows[at] = memory.take(bytes_at)
-    for indexes in others.values():
-        samples = torch.stack([_gather_sample(tensors[index]) for index in indexes])
-        rows[indexes] = samples.cpu().numpy()
-    return rows
+    arriving: list[tuple[list[int], torch.Tensor, torch.cuda.Event | None]] = []
+    for device, indexes in others.items():
+        samples, arrival = torch.stack([_gather_sample(tensors[i]) for i in indexes]), None
+        if device.type == "cuda":
+            host = torch.empty(samples.shape, dtype=samples.dtype, pin_memory=True)
+            samples = host.copy_(samples, non_blocking=True)
+            arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrival.record(torch.cuda.current_stream(device))
+        arriving.append((indexes, samples, arrival))
+
+    def finish() -> Bytes:
+        while arriving:
+            indexes, samples, arrival = arriving.pop()
+            if arrival is not None:
+                arrival.synchronize()
+            rows[indexes] = samples.cpu().numpy()
+        return rows
+
+    return finish
 
 
 def _offsets(nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -244,9 +267,11 @@ def _gather_sample(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.view(_ELEMENTS[itemsize])
     shape = tuple(tensor.shape) or (1,)
     places = np.unravel_index(offsets // itemsize, shape)
-    elements = tensor.reshape(shape)[tuple(torch.from_numpy(p).to(device) for p in places)]
+    # The numbers are in pageable memory, which CUDA has read when a copy returns.
+    at = tuple(torch.from_numpy(place).to(device, non_blocking=True) for place in places)
+    elements = tensor.reshape(shape)[at]
     found = elements.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
-    byte = torch.from_numpy(offsets % itemsize).to(device)
+    byte = torch.from_numpy(offsets % itemsize).to(device, non_blocking=True)
     return found.view(SAMPLE_BYTES, itemsize).gather(1, byte[:, None])[:, 0]
 
 

@@ -177,6 +177,10 @@ class ChunkParamGroup(ParamGroup):
             if flag > 0:
                 self._accumulate(parameter, self._as_shard(parameter, flat))
 
+    @property
+    def reads_counts(self) -> bool:
+        return self.reduced_hook is not None
+
     def _through_hook(
         self, sums: list[torch.Tensor], flags: list[float]
     ) -> tuple[list[torch.Tensor], list[float]]:

@@ -187,6 +187,10 @@ class ExtensionParamGroup(ChunkParamGroup):
                 flat.append(rows_first.contiguous().view(-1))
         return flat
 
+    @property
+    def reads_counts(self) -> bool:
+        return True  # a flag may be PARTED on another rank
+
     def accumulate_shard_grads(self, sums: list[torch.Tensor], flags: list[float]) -> None:
         """Puts reduced gradients together and adds them to the gradients of the shards."""
         sums, flags = self._through_hook(sums, flags)

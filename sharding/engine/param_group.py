@@ -435,7 +435,9 @@ class ParamGroup(ABC):
         self.backward.start_reduction()
         present = [0] * len(self.parameters)
         gradients = self._flat_gradients(present)
-        flags = torch.tensor(present, dtype=self.reduce_dtype, device=self.device)
+        flags = torch.tensor(present, dtype=self.reduce_dtype)
+        flags = flags.to(self.device, non_blocking=True)  # pageable memory: nobody waits
+        known = None if self.reads_counts or 0 in present else [1.0] * len(present)
         before, after = divisors(self.groups.size, self.reduce_dtype, self.divide)
         if before != 1:
             torch._foreach_div_(gradients, before)
@@ -443,8 +445,13 @@ class ParamGroup(ABC):
         summing = batch.add(transport, parts, self._next_item(Purpose.REDUCE_SCATTER))
         item = self._next_item(Purpose.ALL_REDUCE)
         return Reduction(
-            summing, partial(self._replicate, item), after, self.accumulate_shard_grads
+            summing, partial(self._replicate, item), after, self.accumulate_shard_grads, known
         )
+
+    @property
+    def reads_counts(self) -> bool:
+        """Whether the group needs the sums of flags, and not only whether they are above 0."""
+        return False
 
     @property
     def gradient_bytes(self) -> int:

@@ -77,8 +77,11 @@ class Reduction:
         replicate: Callable[[list[torch.Tensor]], list[torch.Tensor]],
         divide: float,
         accumulate_shard_grads: Callable[[list[torch.Tensor], list[float]], None],
+        known_flags: list[float] | None,
     ) -> None:
+        """`known_flags` are above 0 where the sums are: to read a sum, the host waits for it."""
         self._summing = summing
+        self._known_flags = known_flags
         self._replicate = replicate
         self._divide = divide
         self._accumulate = accumulate_shard_grads
@@ -91,7 +94,9 @@ class Reduction:
         *sums, flags = summed
         if self._divide != 1 and sums:
             torch._foreach_div_(sums, self._divide)
-        self._accumulate(sums, flags.real.tolist())  # the flags have the gradients' dtype
+        known = self._known_flags
+        # The flags have the gradients' dtype.
+        self._accumulate(sums, flags.real.tolist() if known is None else known)
 
     def abandon(self) -> None:
         """Waits, and drops the sums: gloo does not recover from messages without a waiter."""

@@ -437,7 +437,9 @@ class CollectiveTransport:
         if size == 1:
             return CollectiveReduceScatter(None, packed, _sizes(mine), unlike, [])
         marks = self._note(composition)
-        packed.view(size, numel)[:, -MARKS:] = torch.tensor(marks, device=packed.device)
+        # CUDA copies from pageable memory at once: the host does not wait for queued work.
+        there = torch.tensor(marks).to(packed.device, non_blocking=True)
+        packed.view(size, numel)[:, -MARKS:] = there
         result = packed.new_empty(numel)
         work = _reduce_scatter(result, packed, group=_group_of(self.shard_group), async_op=True)
         return CollectiveReduceScatter(work, result, _sizes(mine), unlike, marks)

@@ -169,6 +169,34 @@ def test_what_streams_were_told_before_the_call_is_stored(tmp_path: Path) -> Non
 
 
 @pytest.mark.gpu
+def test_a_call_that_copies_later_does_not_wait_for_queued_work(tmp_path: Path) -> None:
+    model = torch.nn.Linear(300, 300, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(300, device="cuda")).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optim": optimizer}
+    ckpt.save(tmp_path / "first", state, blocking=False, staging="overlapped").wait(SECONDS)
+    is_over = torch.cuda.Event()
+    torch.cuda._sleep(4_000_000_000)  # some seconds
+    is_over.record()
+    handle = ckpt.save(tmp_path / "c", state, blocking=False, staging="overlapped")
+    has_waited = is_over.query()
+    handle.wait(SECONDS)
+    assert not has_waited
+    assert ckpt.diff(tmp_path / "first", tmp_path / "c").equal
+
+
+@pytest.mark.gpu
+def test_copies_of_strided_tensors_take_memory_for_one_of_them(tmp_path: Path) -> None:
+    state = {f"{number}": torch.rand(2048, 2048, device="cuda").T for number in range(8)}
+    wanted, before = copies(state), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    ckpt.save(tmp_path / "c", state, blocking=False).wait(SECONDS)
+    assert torch.cuda.max_memory_allocated() - before < 3 * state["0"].nbytes
+    assert differing(ckpt.read(tmp_path / "c"), wanted) == []
+
+
+@pytest.mark.gpu
 def test_the_memory_that_is_copied_into_is_page_locked_until_it_is_released() -> None:
     with mmap.mmap(-1, 1 << 20) as memory:
         data = memoryview(memory)

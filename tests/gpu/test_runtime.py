@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,32 @@ def test_gradients_in_host_memory_are_divided_by_the_scale_once_it_has_arrived(
     ranks: Ranks, device: str
 ) -> None:
     ranks(device, 1).run(unscaled, device)
+
+
+def waits_in_backward(device: str, way: str) -> list[str]:
+    """The warnings of waits for the device in a backward in which all parameters have gradients."""
+    model = wrapped(way, nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).to(device), device)
+    batch = torch.ones(2, 8, device=device)
+    for _ in range(2):  # the first makes connections and buffers
+        model(batch).sum().backward()
+    loss = model(batch).sum()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return [str(one.message) for one in caught if "synchroniz" in str(one.message)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_the_host_waits_for_no_reduction_of_a_backward_with_all_gradients(
+    ranks: Ranks, way: str
+) -> None:
+    assert ranks("cuda", 1).run(waits_in_backward, "cuda", way) == [[]]
 
 
 def differing_ranks(folder: str, device: str) -> None:
