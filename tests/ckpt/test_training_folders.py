@@ -144,7 +144,7 @@ def test_a_conversion_to_a_nest_takes_everything(tmp_path: Path, target: str) ->
     assert torch.load(tmp_path / "o.pt")["param_groups"][0]["weight_decay"] == 0.1
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_trainer_still_writes_this_folder(tmp_path: Path, monkeypatch: Any) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

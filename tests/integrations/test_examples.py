@@ -62,15 +62,15 @@ def losses_of(
 @pytest.mark.parametrize(
     ("library", "name", "options", "worlds"),
     [
-        ("lightning", "with_lightning", ["--how", "fsdp2"], [3]),
+        pytest.param("lightning", "with_lightning", ["--how", "fsdp2"], [3], marks=SLOW),
         pytest.param("lightning", "with_lightning", ["--how", "fsdp2"], [2], marks=SLOW),
         pytest.param("lightning", "with_lightning", ["--how", "ddp"], [3], marks=SLOW),
         pytest.param("lightning", "with_lightning", ["--how", "plugin"], [2], marks=SLOW),
         ("accelerate", "with_accelerate", [], [3]),
         pytest.param("accelerate", "with_accelerate", ["--dropout", "0.3"], [2], marks=SLOW),
         pytest.param("transformers", "with_trainer", [], [3], marks=SLOW),
-        ("transformers", "with_trainer", ["--dropout", "0.3"], [2]),
-        pytest.param("peft", "with_trainer", ["--lora"], [3], marks=SLOW),
+        pytest.param("transformers", "with_trainer", ["--dropout", "0.3"], [2], marks=SLOW),
+        ("peft", "with_trainer", ["--lora"], [3]),
         pytest.param("peft", "with_trainer", ["--lora"], [2], marks=SLOW),
         ("torch", "with_dataloader", [], [3, 2]),
         ("torchtitan", "with_torchtitan", [], [3]),

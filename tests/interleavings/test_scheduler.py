@@ -24,6 +24,7 @@ from tests.interleavings.scheduler import (
     read,
     written,
 )
+from tests.selection import slow
 
 Step = tuple[str, str]
 """Read a key, or write to it."""
@@ -89,7 +90,7 @@ def all_orders(counts: Sequence[int]) -> Iterator[list[str]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("actors", [2, 3])
+@pytest.mark.parametrize("actors", [2, slow(3)])
 def test_the_exhaustive_search_finds_each_outcome_that_any_order_has(
     threads: Threads, actors: int
 ) -> None:

@@ -252,7 +252,7 @@ def in_long_runs() -> dict[str, torch.Tensor]:
     return {name: torch.arange(3 << 20, dtype=torch.int32) for name in "abc"}  # 12 MiB each
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["moto", *(pytest.param(name, marks=pytest.mark.slow) for name in SERVERS[1:3])]
 )
