@@ -137,6 +137,11 @@ def _pieces(array: Array) -> Iterator[tuple[Array, int]]:
             yield array[at : at + many], rows * each
 
 
+def _flat(piece: Array) -> Array:
+    """Returns the elements one behind the other in memory: a copy unless they lie so."""
+    return np.ascontiguousarray(piece).reshape(-1)
+
+
 def _few_changes(first: Array, second: Array, size: int) -> Iterator[tuple[Array, Array] | None]:
     """Yields the distances of a block's changes, and old XOR new of each; None if there are many.
 
@@ -204,7 +209,7 @@ def make_delta(areas: Sequence[Area], old: Sequence[Array], new: Sequence[Array]
         dense: list[bytes] = []
         pays: bool | None = None  # of the first block with many changes, for all of its area
         for (here, size), (there, _) in zip(_pieces(before), _pieces(after), strict=True):
-            first, second = here.reshape(-1), there.reshape(-1)
+            first, second = _flat(here), _flat(there)
             few = _few_changes(first, second, size)
             for at, changes in zip(range(0, first.size, size), few, strict=True):
                 block = second[at : at + size]
@@ -277,7 +282,7 @@ class Delta:
         values = self._take_planes(total, area.width)
         is_right, number, lo = True, 0, 0
         for (piece, size), begins in zip(pieces, starts, strict=True):
-            flat = piece.reshape(-1)  # a copy unless the piece is contiguous
+            flat = _flat(piece)
             here = slice(number, number + len(begins))
             hi = lo + int(few[here].sum())
             places = _places(gaps[lo:hi], few[here], size, flat.size)

@@ -49,7 +49,9 @@ def boxes(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     new[random.random(whole) < part] ^= change
     if draw(st.booleans()):  # some blocks have many changes, and others few
         new.reshape(-1)[new.size // 3 : new.size // 3 + BLOCK] ^= change
-    inside = tuple(slice(margin, None) for margin in margins)
+    inside = [slice(margin, None) for margin in margins]
+    if draw(st.booleans()):  # one column of it
+        inside[-1:] = [slice(-1, None)] * bool(inside)
     return old[(*inside, ...)], new[(*inside, ...)]
 
 
