@@ -438,8 +438,8 @@ MUTATIONS = (
     ),
     Mutation(
         "loading: a shape that differs is an error",
-        "record.shape != tuple(tensor.shape)",
-        "len(record.shape) != len(tuple(tensor.shape))",
+        "record.shape != tensor.shape",
+        "len(record.shape) != len(tensor.shape)",
         "ckpt/load ckpt/match_entries ckpt/bad_state",
     ),
     Mutation(
