@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 from ckpt.errors import NotACheckpointError
 from ckpt.state.patterns import FLOATS, Casts
-from ckpt.stores.store import Options, open_store, split_url
+from ckpt.stores.store import open_store, split_url
 from formats.catalog import Catalog, FilePlan
 from formats.detect import ENDINGS, OF_WEIGHTS
 from formats.dtypes import DType
@@ -81,7 +81,7 @@ class ModelFiles:
     """Large files, and sub-folders with a slash at the end, that may belong and are not copied."""
 
 
-def read_model_files(place: str | os.PathLike[str], options: Options = None) -> ModelFiles:
+def read_model_files(place: str | os.PathLike[str]) -> ModelFiles:
     """Returns the small files of a model's or adapter's folder; `place` may be the configuration.
 
     Raises:
@@ -89,7 +89,7 @@ def read_model_files(place: str | os.PathLike[str], options: Options = None) -> 
         HostileError: a file is larger than `header_bytes` allows.
     """
     folder = folder_of(place)
-    with open_store(folder, options) as store:
+    with open_store(folder) as store:
         found = model_files_in(store)
     if not found.content:
         raise _nothing_at(folder)

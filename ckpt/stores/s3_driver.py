@@ -143,9 +143,7 @@ class S3Driver(Session):
         if not bucket:  # the list of buckets is not a folder of checkpoints
             return []
         found: list[ObjectInfo] = []
-        for page in self._pages(
-            "list_objects_v2", "ContinuationToken", "NextContinuationToken", bucket, prefix
-        ):
+        for page in self._pages(bucket, prefix):
             for entry in page.get("CommonPrefixes", ()):
                 name = entry["Prefix"][len(prefix) :].rstrip("/")
                 found.append(ObjectInfo(name, False, 0, 0.0))
@@ -160,9 +158,7 @@ class S3Driver(Session):
         if not bucket:
             return []
         below, more = Below(), True
-        for page in self._pages(
-            "list_objects_v2", "ContinuationToken", "NextContinuationToken", bucket, prefix, ""
-        ):
+        for page in self._pages(bucket, prefix, ""):
             if not more:
                 return None
             keys = [(entry["Key"][len(prefix) :], entry) for entry in page.get("Contents", ())]
@@ -415,23 +411,15 @@ class S3Driver(Session):
         bucket = "" if path.startswith("/") else self._fs.split_path(path)[0]
         return bucket, path[len(bucket) + 1 :]
 
-    def _pages(
-        self,
-        method: str,
-        told: str,
-        following: str,
-        bucket: str,
-        prefix: str,
-        delimiter: str = "/",
-    ) -> Iterator[Any]:
+    def _pages(self, bucket: str, prefix: str, delimiter: str = "/") -> Iterator[Any]:
         """Yields the pages of a listing. A page is requested when it is asked for."""
-        ask = partial(self._call, method, Bucket=bucket, Prefix=prefix)
+        ask = partial(self._call, "list_objects_v2", Bucket=bucket, Prefix=prefix)
         if delimiter:
             ask = partial(ask, Delimiter=delimiter)
         page = ask()
         yield page
-        while page.get("IsTruncated") and page.get(following):
-            page = ask(**{told: page[following]})
+        while page.get("IsTruncated") and page.get("NextContinuationToken"):
+            page = ask(ContinuationToken=page["NextContinuationToken"])
             yield page
 
     def _do(

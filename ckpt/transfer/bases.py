@@ -178,12 +178,6 @@ def borrowing(names: Sequence[str]) -> str:
     return f"{format_names(names, SHOWN_NAMES)} beside it {verb} from it"
 
 
-def dependents(url: str | os.PathLike[str], options: Options = None) -> list[str]:
-    """Returns the names of the folders beside a checkpoint that borrow from it, sorted."""
-    parent, name = split_url(one_spelling(url))
-    return borrowers(parent, name, options)
-
-
 def borrowers(parent: str, name: str, options: Options) -> list[str]:
     """Returns the names of the folders in `parent` that borrow from the one of a name, sorted."""
     with open_store(parent, options) as store:

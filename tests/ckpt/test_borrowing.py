@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
 from ckpt.stores.store import open_store
-from ckpt.transfer.bases import dependents
+from ckpt.transfer.bases import borrowers
 from formats.native import shard
 from formats.native.borrowed import BORROWED
 from formats.native.manifest import MANIFEST, load
@@ -212,7 +212,7 @@ def test_a_checkpoint_that_others_borrow_from_is_neither_deleted_nor_overwritten
 ) -> None:
     ckpt.save(tmp_path / "a", state())
     ckpt.save(tmp_path / "b", state(), base=tmp_path / "a")
-    assert dependents(tmp_path / "a") == ["b"]
+    assert borrowers(str(tmp_path), "a", None) == ["b"]
     for attempt in (
         lambda: ckpt.delete(tmp_path / "a"),
         lambda: ckpt.save(tmp_path / "a", state(1), overwrite=True),
