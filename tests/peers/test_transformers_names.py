@@ -345,6 +345,27 @@ OLD: dict[str, tuple[str, Renaming]] = {
             **{f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(2)},
         },
     ),
+    "DeepSeek-V3 with the layer for further tokens": (
+        "DeepseekV3ForCausalLM",
+        lambda old: {
+            **old,
+            **{
+                name.replace("layers.1.", "layers.61."): old[name].clone()
+                for name in old
+                if "layers.1." in name
+            },
+            "model.layers.61.eh_proj.weight": torch.ones(32, 64),
+            "model.layers.61.shared_head.norm.weight": torch.ones(32),
+        },
+    ),
+    "GLM-4.5 with the layer for further tokens": (
+        "Glm4MoeForCausalLM",
+        lambda old: {
+            **old,
+            "model.layers.92.enorm.weight": torch.ones(32),
+            "model.layers.92.eh_proj.weight": torch.ones(32, 64),
+        },
+    ),
     "Llama as its base model": (
         "LlamaForCausalLM",
         lambda old: {name.removeprefix("model."): old[name] for name in old},
