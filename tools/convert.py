@@ -13,9 +13,9 @@ import time
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from ckpt.arguments import DtypeName, FormatName, KindName
 from ckpt.display import count, printable, size
@@ -74,31 +74,47 @@ class Shown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options(Shown):
-    """The source, the target, and the changes on the way."""
+class Written(Shown):
+    """The target, and what of the source is written: the options that `ckpt merge` has too."""
 
-    src: str
     dst: str
     to: FormatName | None
     select: str | None
     part: Part | None
     include: list[str] | None
     exclude: list[str] | None
-    mappings: list[MappingOption] | None
-    parameters: list[tuple[str, int]] | None
     config: str | None
-    rename: list[Pair] | None
-    prefix: str
-    max_shard_bytes: int | None
-    overwrite: bool
-    allow_loss: bool
-    compress: bool
     dtype: list[Pair] | None
-    kind: KindName | None
-    world_size: int | None
+    overwrite: bool
     resume: bool
     storage_options: list[Option] | None = field(default=None, repr=False)
     dst_storage_options: list[Option] | None = field(default=None, repr=False)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `ckpt.convert` and `ckpt.merge` with these values."""
+        names = "to select part include exclude config overwrite resume dry_run verify"
+        return {name: getattr(self, name) for name in names.split()} | {
+            "dtype": dtypes_of(self.dtype),
+            "storage_options": mapping(self.storage_options),
+            "dst_storage_options": mapping(self.dst_storage_options),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(Written):
+    """The source, the target, and the changes on the way."""
+
+    src: str
+    mappings: list[MappingOption] | None
+    parameters: list[tuple[str, int]] | None
+    rename: list[Pair] | None
+    prefix: str
+    max_shard_bytes: int | None
+    allow_loss: bool
+    compress: bool
+    kind: KindName | None
+    world_size: int | None
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -110,25 +126,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "that are read are compared",
     )
     add("dst", metavar="DST", help="a path or URL that does not exist yet")
-    add(
-        "--to",
-        choices=get_args(FormatName),
-        help=f"the format to write; without it that of DST's ending ({', '.join(WRITTEN)}), or "
-        "without an ending a folder of ckpt's own",
-    )
-    parts = parser.add_mutually_exclusive_group()
-    parts.add_argument(
-        "--select", metavar="KEYPATH", help="only what is below this key path, which is dropped"
-    )
-    for part in ("model", "optimizer"):
-        parts.add_argument(
-            f"--{part}-only",
-            dest="part",
-            action="store_const",
-            const=part,
-            help=f"only the {part}, wherever it is in SRC: --select without its key path",
-        )
-    add_name_patterns(parser)
+    add_parts(parser, "SRC", "model", "optimizer")
     add_name_changes(parser, "SRC")
     add("--prefix", default="", metavar="NAME", help="put NAME and a dot before all names, last")
     add(
@@ -139,26 +137,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="the largest file of hf or ckpt: 5GB, 500M, 2GiB; default 5GB",
     )
     add(
-        "--overwrite",
-        action="store_true",
-        help="replace what is at DST; in a bucket, a file or a checkpoint of ckpt's own",
-    )
-    add(
         "--allow-loss",
         action="store_true",
         help="convert also if weights of SRC are left out or change their dtype, and name them; "
         "without it that is an error, and nothing is written",
     )
     add("--compress", action="store_true", help="zstd; only for ckpt's own format")
-    add(
-        "--dtype",
-        action="append",
-        type=dtype_pair,
-        metavar="[PATTERN=]DTYPE",
-        help="cast tensors of 16-bit floats and larger (example: bfloat16), or those with such new "
-        "names (example: '*norm.weight=float32'; keep casts none); repeatable, the first pattern "
-        "counts; smaller floats, which mean little without their scales, stay and are named",
-    )
     add(
         "--kind",
         choices=get_args(KindName),
@@ -173,11 +157,54 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="the number of ranks, 1 or more; goes with --kind only, and has to be given for "
         "sharded and local; any format but ckpt holds full tensors of 1 rank",
     )
+    add_target(parser)
+
+
+def add_parts(parser: ArgumentParser, whose: str, *parts: str) -> None:
+    """Declares the format to write and the entries of `whose` that are written."""
+    parser.add_argument(
+        "--to",
+        choices=get_args(FormatName),
+        help=f"the format to write; without it that of DST's ending ({', '.join(WRITTEN)}), or "
+        "without an ending a folder of ckpt's own",
+    )
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--select", metavar="KEYPATH", help="only what is below this key path, which is dropped"
+    )
+    for part in parts:
+        group.add_argument(
+            f"--{part}-only",
+            dest="part",
+            action="store_const",
+            const=part,
+            help=f"only the {part}, wherever it is in {whose}: --select without its key path",
+        )
+    add_name_patterns(parser)
+
+
+def add_target(parser: ArgumentParser) -> None:
+    """Declares the ways to write and to tell of it."""
+    add = parser.add_argument
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace what is at DST; in a bucket, a file or a checkpoint of ckpt's own",
+    )
+    add(
+        "--dtype",
+        action="append",
+        type=dtype_pair,
+        metavar="[PATTERN=]DTYPE",
+        help="cast tensors of 16-bit floats and larger (example: bfloat16), or those with such new "
+        "names (example: '*norm.weight=float32'; keep casts none); repeatable, the first pattern "
+        "counts; smaller floats, which mean little without their scales, stay and are named",
+    )
     add("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
     add(
         "--resume",
         action="store_true",
-        help="go on where this conversion was interrupted; for hf and dcp on a disk",
+        help="go on where this command was interrupted; for hf and dcp on a disk",
     )
     add("--verify", action="store_true", help="read the result back and compare every byte")
     add("-v", "--verbose", action="store_true", help="print each name with the names it comes from")
@@ -200,30 +227,18 @@ def run(options: Options) -> int:
         report = convert(
             options.src,
             options.dst,
-            to=options.to,
-            select=options.select,
-            part=options.part,
-            include=options.include,
-            exclude=options.exclude,
             mapping=mappings_of(options.mappings),
             rename=by_first(options.rename, "--rename"),
             prefix=options.prefix,
             parameters=by_first(options.parameters, "--set"),
-            config=options.config,
             max_shard_bytes=options.max_shard_bytes,
-            overwrite=options.overwrite,
             allow_loss=options.allow_loss,
             compress=options.compress,
-            dtype=dtypes_of(options.dtype),
             kind=options.kind,
             world_size=options.world_size,
-            dry_run=options.dry_run,
-            resume=options.resume,
-            verify=options.verify,
             group=group,
             progress=advance if is_first else None,
-            storage_options=storage,
-            dst_storage_options=mapping(options.dst_storage_options),
+            **options.arguments,
         )
     seconds = time.monotonic() - began
     if not is_first:
@@ -250,25 +265,10 @@ def show(options: Shown, report: ConvertReport, seconds: float) -> None:
 
 
 def _summary(options: Shown, report: ConvertReport, seconds: float) -> dict[str, object]:
-    found: dict[str, object] = {
-        "src": report.src,
-        "dst": report.dst,
-        "source_format": report.source_format,
-        "target_format": report.target_format,
-        "kind": report.kind,
-        "world_size": report.world_size,
-        "tensors": report.tensors,
-        "bytes": report.nbytes,
-        "left_out": report.left_out,
-        "became_text": report.became_text,
-        "not_cast": report.not_cast,
-        "beside": report.beside,
-        "weights": report.weights,
-        "lost": report.lost,
-        "tied": report.tied,
-        "prefix": report.prefix,
-        "model_files": report.model_files,
-        "not_copied": report.not_copied,
+    found = {each.name: getattr(report, each.name) for each in fields(report)}
+    del found["plan"]
+    found |= {
+        "bytes": found.pop("nbytes"),
         "written": not options.dry_run,
         "verified": options.verify and not options.dry_run,
         "seconds": round(seconds, 3),

@@ -7,25 +7,12 @@ from __future__ import annotations
 
 import time
 from argparse import ArgumentParser, ArgumentTypeError
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, get_args
+from dataclasses import dataclass
 
-from ckpt.arguments import FormatName
-from tools.convert import Shown, dtype_pair, dtypes_of, ranks_of_torchrun, show
+from tools.convert import Written, add_parts, add_target, ranks_of_torchrun, show
 from tools.exit_codes import OF_A_READER, ExitCode, Help
-from tools.options import (
-    Option,
-    Pair,
-    add_name_patterns,
-    add_quiet,
-    add_storage_options,
-    add_storage_options_of,
-    mapping,
-)
+from tools.options import mapping
 from tools.text import progress, tensor_bytes
-
-if TYPE_CHECKING:
-    from ckpt.mapping.changes import Part
 
 HELP = Help(
     summary="write the mean or another weighted sum of checkpoints, in bounded memory",
@@ -42,27 +29,15 @@ have to be equal in all.""",
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options(Shown):
+class Options(Written):
     """The sources with their weights, and the target."""
 
     sources: list[str]
-    dst: str
     weights: tuple[float, ...] | None
     last: int | None
     ema: float | None
     in_float64: bool
-    to: FormatName | None
-    select: str | None
-    part: Part | None
-    include: list[str] | None
-    exclude: list[str] | None
     lora: list[str] | None
-    config: str | None
-    dtype: list[Pair] | None
-    overwrite: bool
-    resume: bool
-    storage_options: list[Option] | None = field(default=None, repr=False)
-    dst_storage_options: list[Option] | None = field(default=None, repr=False)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -79,30 +54,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--ema", type=float, metavar="DECAY", help="an exponential average, the last SRC newest")
     add("--float64", dest="in_float64", action="store_true", help="sums in float64, not float32")
     add("--lora", action="append", metavar="ADAPTER", help="add a LoRA adapter of PEFT; repeatable")
-    add("--to", choices=get_args(FormatName), help="the format to write, as for ckpt convert")
-    parts = parser.add_mutually_exclusive_group()
-    parts.add_argument("--select", metavar="KEYPATH", help="only what is below this key path")
-    parts.add_argument(
-        "--model-only", dest="part", action="store_const", const="model", help="only the model"
-    )
-    add_name_patterns(parser)
+    add_parts(parser, "the first SRC", "model")
     add("--config", metavar="FOLDER", help="the model whose config.json and tokenizer hf gets")
-    add(
-        "--dtype",
-        action="append",
-        type=dtype_pair,
-        metavar="[PATTERN=]DTYPE",
-        help="the dtype of the result, as for ckpt convert; default: that of the first SRC",
-    )
-    add("--overwrite", action="store_true", help="replace what is at DST")
-    add("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
-    add("--resume", action="store_true", help="go on where this merge was interrupted; hf and dcp")
-    add("--verify", action="store_true", help="read the result back and compare every byte")
-    add("-v", "--verbose", action="store_true", help="print each tensor")
-    add_quiet(parser)
-    add("--json", dest="as_json", action="store_true", help="the summary as JSON")
-    add_storage_options(parser)
-    add_storage_options_of(parser, "DST")
+    add_target(parser)
 
 
 def run(options: Options) -> int:
@@ -125,21 +79,9 @@ def run(options: Options) -> int:
             weights=total.weights,
             in_float64=options.in_float64,
             lora=total.lora,
-            to=options.to,
-            select=options.select,
-            part=options.part,
-            include=options.include,
-            exclude=options.exclude,
-            config=options.config,
-            dtype=dtypes_of(options.dtype),
-            overwrite=options.overwrite,
-            dry_run=options.dry_run,
-            resume=options.resume,
-            verify=options.verify,
             group=group,
             progress=advance if is_first else None,
-            storage_options=storage,
-            dst_storage_options=mapping(options.dst_storage_options),
+            **options.arguments,
         )
     if is_first:
         show(options, report, time.monotonic() - began)
