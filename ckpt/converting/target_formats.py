@@ -313,7 +313,8 @@ def _broken_up(tree: Tree, path: str = "") -> Iterator[str]:
         yield f"{path} is sparse, and its shape is no tensor"
     else:
         for key, item in entries.items():
-            yield from _broken_up(item, join(path, key))
+            if isinstance(item, dict | list | tuple):
+                yield from _broken_up(item, join(path, key))
 
 
 def _names_beside(config: str | os.PathLike[str] | None) -> frozenset[str]:

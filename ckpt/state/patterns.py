@@ -424,9 +424,10 @@ class Casts:
 
     def check_all_match(self, names: Iterable[str], where: str) -> None:
         """Raises ArgumentError for a pattern that matches no name."""
-        there = list(names)
-        for pattern, _ in self.patterns:
-            if pattern != "*" and not any(matches(pattern, name) for name in there):
+        patterns = [pattern for pattern, _ in self.patterns if pattern != "*"]
+        there = list(names) if patterns else []
+        for pattern in patterns:
+            if not any(matches(pattern, name) for name in there):
                 raise ArgumentError(f"{where}: dtype: {no_name(pattern, there)}")
 
 

@@ -24,11 +24,12 @@ MISSING = Missing()
 def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
     """Yields each leaf with its name. Empty containers and lists without tensors are leaves."""
     if isinstance(tree, dict) and tree:
+        before = f"{path}." if path else ""
         for key, item in tree.items():
             if type(item) is TensorRef:
-                yield join(path, key), item  # without a generator of its own
+                yield f"{before}{key}", item  # without a generator of its own
             else:
-                yield from leaves(item, join(path, key))
+                yield from leaves(item, f"{before}{key}")
     elif isinstance(tree, list | tuple) and holds_tensor(tree):
         for index, item in enumerate(tree):
             yield from leaves(item, join(path, index))
