@@ -34,7 +34,7 @@ from ckpt.stores.driver import (
     count_request,
     in_loop,
 )
-from ckpt.stores.retries import ErrorClass, PastEndError
+from ckpt.stores.retries import ErrorClass, PastEndError, class_of_status
 
 T = TypeVar("T")
 
@@ -53,6 +53,7 @@ _COPY_SECONDS = 3600
 _IF_ABSENT = {"match_condition": MatchConditions.IfMissing}
 _STALE = ("AuthenticationFailed", "InvalidAuthenticationInfo")
 """Codes of a signature or token that has expired, or is not of the account's present key."""
+_THERE = ("BlobAlreadyExists", "ConditionNotMet", "UnauthorizedBlobOverwrite")
 _BROKEN = (
     exceptions.ServiceRequestError,
     exceptions.ServiceResponseError,
@@ -291,18 +292,11 @@ class AzureDriver(Session):
             return ErrorClass.ARCHIVED
         if code.endswith(("Md5Mismatch", "Crc64Mismatch", "IncompleteBody")):
             return ErrorClass.PASSING
-        if status == 401 or code.endswith(_STALE):
+        if code.endswith(_STALE):
             return ErrorClass.STALE
-        if status == 403:
-            return ErrorClass.DENIED
-        if status == 416:
-            return ErrorClass.PAST_END
-        if status == 404:
-            return ErrorClass.MISSING
-        if code.endswith(("BlobAlreadyExists", "ConditionNotMet", "UnauthorizedBlobOverwrite")):
-            return ErrorClass.EXISTS
-        is_passing = status in (408, 409, 429) or status >= 500
-        return ErrorClass.PASSING if is_passing else ErrorClass.LASTING
+        is_there = code.endswith(_THERE) and status not in (401, 403, 404, 416)
+        of_azure = {404: ErrorClass.MISSING, 409: ErrorClass.PASSING}
+        return ErrorClass.EXISTS if is_there else class_of_status(status, of_azure)
 
     def _upload(self, path: str, data: memoryview, overwrite: bool, **condition: Any) -> str:
         blob = self._blob(path)

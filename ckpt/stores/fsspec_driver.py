@@ -40,7 +40,7 @@ from ckpt.stores.driver import (
     count_received,
     count_request,
 )
-from ckpt.stores.retries import ErrorClass, PastEndError
+from ckpt.stores.retries import ErrorClass, PastEndError, class_of_status
 from formats.limits import parse_size
 from formats.storage import Buffer, FileWriter
 from sharding.errors import ArgumentError, without_secrets
@@ -290,15 +290,8 @@ class FsspecDriver(Session):
         if isinstance(error, PermissionError):
             return ErrorClass.DENIED
         status = getattr(error, "status", getattr(error, "status_code", None))  # aiohttp's, Azure's
-        if status == 401:
-            return ErrorClass.STALE
-        if status == 403:
-            return ErrorClass.DENIED
-        if status == 416:
-            return ErrorClass.PAST_END
         if isinstance(status, int):
-            is_passing = status in (408, 429) or status >= 500
-            return ErrorClass.PASSING if is_passing else ErrorClass.LASTING
+            return class_of_status(status)
         if isinstance(
             error, ConnectionError | TimeoutError | asyncio.TimeoutError | ShortAnswerError
         ):
@@ -460,18 +453,8 @@ class GcsDriver(FsspecDriver):
             return ErrorClass.PASSING
         code: Any = getattr(error, "code", None)
         code = int(code) if str(code).isdecimal() else None
-        if code == 401:
-            return ErrorClass.STALE
-        if code == 403:
-            return ErrorClass.DENIED
-        if code == 412:
-            return ErrorClass.EXISTS
-        if code == 416:
-            return ErrorClass.PAST_END
-        if code == 404:
-            return ErrorClass.MISSING
         if code is not None:
-            return ErrorClass.PASSING if code in (408, 429) or code >= 500 else ErrorClass.LASTING
+            return class_of_status(code, {404: ErrorClass.MISSING, 412: ErrorClass.EXISTS})
         return super().error_class(error)
 
 

@@ -19,7 +19,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -74,6 +74,21 @@ class ErrorClass(Enum):
     """A retry may succeed."""
     LASTING = "lasting"
     """Any other failure."""
+
+
+_OF_STATUS = {
+    401: ErrorClass.STALE,
+    403: ErrorClass.DENIED,
+    408: ErrorClass.PASSING,
+    416: ErrorClass.PAST_END,
+    429: ErrorClass.PASSING,
+}
+
+
+def class_of_status(status: int, own: Mapping[int, ErrorClass] | None = None) -> ErrorClass:
+    """Returns the class of an HTTP status; `own` has those that one kind of server means so."""
+    other = ErrorClass.PASSING if status >= 500 else ErrorClass.LASTING
+    return {**_OF_STATUS, **(own or {})}.get(status, other)
 
 
 @dataclass(frozen=True, slots=True)
