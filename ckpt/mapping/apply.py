@@ -61,7 +61,7 @@ def map_catalog(before: Mapped, mapping: TensorMapping, parameters: Mapping[str,
     Raises:
         ArgumentError: see the rules above; the message names the mapping, the rule and the names.
     """
-    catalog = before.catalog
+    catalog, mapping = before.catalog, mapping.with_numbers(parameters)
     found = dict(leaves(catalog.tree))
     tied = {
         name: first

@@ -9,7 +9,8 @@ einops, `(heads two half) ... -> (heads half two) ...`:
    dimensions. Both sides have the same axes, each once.
 2. Names of tensors may have axes in braces: `experts.{expert}.w1` stands for the tensors 0, 1, 2 …
    along the axis `expert`, which its side of the arrow therefore does not have.
-3. `*` is the axis along which the names of a list lie: `* ... -> * ...` is `torch.cat`, and
+3. A parameter in angle brackets stands for its number in a name: `layers.<layers>.eh_proj`.
+4. `*` is the axis along which the names of a list lie: `* ... -> * ...` is `torch.cat`, and
    `(groups *) ... -> (groups *) ...` takes rows of each tensor in turn.
 
 A mapping file is TOML, or JSON with the same keys:
@@ -196,6 +197,28 @@ class TensorMapping:
         turned = tuple(rule.inverse for rule in self.rules)
         title = name or f"the inverse of {self.name}"
         return replace(self, name=title, rules=turned, tied={})
+
+    def with_numbers(self, parameters: Mapping[str, int]) -> TensorMapping:
+        """Returns the mapping with numbers in the place of its parameters in names.
+
+        Raises:
+            ArgumentError: a parameter in the name of a rule that is not optional has no value.
+        """
+        rules = []
+        for rule in self.rules:
+            for key in self.parameters:
+                sign, number = f"<{key}>", str(parameters.get(key, ""))
+                if sign not in rule.sources[0] + rule.targets[0]:
+                    continue
+                if number or not rule.optional:
+                    value_of(key, parameters, rule.where)
+                    sources, targets = (
+                        tuple(name.replace(sign, number) for name in names)
+                        for names in (rule.sources, rule.targets)
+                    )
+                    rule = replace(rule, sources=sources, targets=targets)
+            rules.append(rule)
+        return replace(self, rules=tuple(rules))
 
     def below(self, prefix: str) -> TensorMapping:
         """Returns the mapping whose new names have a prefix and a dot before them.

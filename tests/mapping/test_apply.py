@@ -295,6 +295,29 @@ def test_a_rule_holds_where_a_name_that_it_requires_is_there_in_both_directions(
     assert mapping.inverse().inverse().rules == mapping.rules
 
 
+def test_a_parameter_in_a_name_is_its_number_in_both_directions() -> None:
+    mapping = parse_mapping(
+        """
+        [parameters]
+        n = "num_layers"
+        [[rule]]
+        from = "l.<n>.e.*"
+        to = "mtp.e.*"
+        [[rule]]
+        from = "l.<n>.*"
+        to = "mtp.l.*"
+        """,
+        "my.toml",
+    )
+    catalog, _ = catalog_of({n: numbered(1) for n in ("l.1.w", "l.2.e.w", "l.2.v", "l.22.v")})
+    there = map_catalog(Mapped.identity(catalog), mapping, {"n": 2})
+    assert set(there.catalog.tensors) == {"l.1.w", "mtp.e.w", "mtp.l.v", "l.22.v"}
+    back = map_catalog(there, mapping.inverse(), {"n": 2})
+    assert set(back.catalog.tensors) == set(catalog.tensors)
+    with pytest.raises(ArgumentError, match=r"rule 1: 'n' has no value; give it with parameters="):
+        map_catalog(there, mapping, {})
+
+
 def test_the_tensors_of_an_expert_come_from_those_of_this_expert_alone() -> None:
     mapping = parse_mapping(
         """

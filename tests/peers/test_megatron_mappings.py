@@ -18,6 +18,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 
 import ckpt
@@ -410,6 +411,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
 SHARED = ("gpt2-hf-megatron", "gemma3-hf-megatron")
 """The models whose output layer has the embedding's weight."""
 
+FURTHER = ("deepseek", "glm-4.5")
+"""The models whose files have a layer for the prediction of further tokens."""
 NO_DIST = ("qwen2", "mistral", "gpt2", "gemma-3")
 """The models whose folder of Megatron-core no test writes."""
 
@@ -462,11 +465,12 @@ def on_the_processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(mixer, "mamba_split_conv1d_scan_combined", scan, raising=False)
 
 
-def megatron_model(name: str) -> torch.nn.Module:
+def megatron_model(name: str, **more: Any) -> torch.nn.Module:
     """A GPTModel with local layers, on the CPU."""
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
     )
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import (
@@ -489,6 +493,7 @@ def megatron_model(name: str) -> torch.nn.Module:
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         **{key: one for key, one in options.items() if key != "num_layers"},
+        **more,
     )
     if name == "nemotron-h":
         local = partial(get_gpt_layer_local_spec, normalization="RMSNorm")
@@ -523,6 +528,7 @@ def megatron_model(name: str) -> torch.nn.Module:
         position_embedding_type="learned_absolute" if is_gpt2 else "rope",
         share_embeddings_and_output_weights=mapping in SHARED,
         rotary_percent=0.5 if name == "glm-4.5" else 1.0,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, False) if more else None,
     )
     if is_gemma:
         model.embedding.register_forward_hook(lambda _, __, out: out * HIDDEN**0.5)
@@ -587,6 +593,31 @@ def test_both_directions_give_each_bit_back_also_to_ranks_that_load_shards(
         (tmp_path / "m.pt", tmp_path / "hf", back),
     ):
         assert every.run(differing_shards, *places, sizes) == [[]] * ranks
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_the_layer_for_further_tokens_has_the_names_of_megatron(
+    name: str, tmp_path: Path, parallel_state: None
+) -> None:
+    """transformers has no such layer: its tensors are those of the last layer, and new ones."""
+    pretrained(name, tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors, last = load_file(file), f"model.layers.{LAYERS - 1}."
+    further = {key.removeprefix(last): one for key, one in tensors.items() if key.startswith(last)}
+    norms = {f"{key}.weight": torch.randn(HIDDEN) for key in ("enorm", "hnorm", "shared_head.norm")}
+    further |= norms | {"eh_proj.weight": torch.randn(HIDDEN, 2 * HIDDEN)}
+    tensors |= {f"model.layers.{LAYERS}.{key}": one.clone() for key, one in further.items()}
+    save_file(tensors, file)
+    there = [MODELS[name][2], "megatron-te-local", "megatron-decoder-mtp"]
+    ckpt.convert(tmp_path / "hf", tmp_path / "m.pt", mapping=there, verify=True)
+    wanted = megatron_model(name, mtp_num_layers=1).state_dict()
+    state = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert {key: one.shape for key, one in state.items()} == {
+        key: one.shape for key, one in wanted.items() if "_extra_state" not in key
+    }
+    back = ["megatron-mtp-decoder", "megatron-local-te", "auto-megatron-hf"]
+    ckpt.convert(tmp_path / "m.pt", tmp_path / "b", to="hf", mapping=back, config=tmp_path / "hf")
+    assert ckpt.diff(tmp_path / "hf", tmp_path / "b").equal
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
