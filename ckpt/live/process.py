@@ -27,7 +27,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -77,12 +77,16 @@ from ckpt.live.protocol import (
     segments_of,
     versions_of,
 )
+from ckpt.live.shared_files import in_memory
 from ckpt.live.table import Table
+from ckpt.saving.arena import HEAD_BYTES
 from ckpt.stores.addresses import NAME
 from sharding.errors import ArgumentError, CkptError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from formats.native.shard import ShardSummary
 
 START_SECONDS = 60.0
 ANSWER_SECONDS = 60.0
@@ -359,6 +363,36 @@ class HostServer:
             self.close()
             raise UnreachableError(f"{self._path}: the server has ended, or closed the connection")
         return data, received
+
+
+def seal(
+    fields: Mapping[str, Any], data: memoryview, arena: int, advance: Callable[[int], None]
+) -> ShardSummary:
+    """Gives a rank's staged part to the server of this host as a shard file, without a copy.
+
+    Hashes the part, and adds header and chunk table: the bytes are those that `write_shard` writes.
+    `fields` are the `name` of the live state, `version`, `file` and `plan`; `arena` is the
+    descriptor of the memory of `data`. Raises UnreachableError without a server.
+    """
+    from ckpt.transfer.write_job import make_sealed, read_plan  # a server starts without it
+
+    made = make_sealed(read_plan(fields["plan"]).items, data, advance)
+    frame = in_memory(made.header + made.table)
+    try:
+        head = len(made.header)
+        segments = [
+            Segment(frame, 0, head),
+            Segment(arena, HEAD_BYTES, made.data_bytes),
+            Segment(frame, head, len(made.table)),
+        ]
+        server = HostServer(fields["name"])
+        try:
+            server.put(fields["version"], fields["file"], segments)
+        finally:
+            server.close()
+    finally:
+        os.close(frame)
+    return made.summary
 
 
 def _take_descriptors(

@@ -1,6 +1,6 @@
 """Publishes a state: the versions of it are read like checkpoints, while the training goes on.
 
-A version is a background save whose shard files lie in memory (`ckpt.live.sealing`). Rules:
+A version is a background save whose shard files lie in memory (`ckpt.live.process.seal`). Rules:
 
 1. A live state has two arenas, and at most two versions. The update after them retires the older
    version: it waits until the readers have given back their leases, then all hosts drop it.
@@ -27,7 +27,7 @@ from ckpt.arguments import Uncopied
 from ckpt.errors import ClosedError
 from ckpt.live.hosts import Dropped, Hosts, Listening, copy_from, drop, reclaim, serve
 from ckpt.live.protocol import LEASE_SECONDS, FileAt, Segment
-from ckpt.live.sealing import SealJob, in_memory, seal_job_message
+from ckpt.live.shared_files import in_memory
 from ckpt.opening.in_flight import SaveQueue, mark_errors_seen
 from ckpt.saving.agreement import (
     SaveAttempt,
@@ -44,7 +44,7 @@ from ckpt.saving.staging import COPIED
 from ckpt.saving.writers import ArenaWriter, Fill, new_arena
 from ckpt.stores.addresses import MOST_VERSION, NAME
 from ckpt.stores.store import Options
-from ckpt.transfer.write_job import Ring
+from ckpt.transfer.write_job import Ring, call_message, plan_json
 from formats.native.manifest import MANIFEST, dump
 from formats.native.shard import ShardSummary
 from sharding.agreement.call_events import pause_collection
@@ -420,9 +420,10 @@ class _Version:
         self, data: memoryview, place: ArenaWriter, ring: Ring | None, fill: Fill
     ) -> ShardSummary:
         """Seals this rank's part, and gives it to the server of this host."""
-        file, hosts = self.attempt.file_name, self.live.hosts
-        job = SealJob(hosts.name, self.number, file, self.attempt.plan)
-        return place.writer().call(seal_job_message(job), place.arena, f"{self.handle.url}/{file}")
+        file, plan = self.attempt.file_name, plan_json(self.attempt.plan)
+        fields = {"name": self.live.hosts.name, "version": self.number, "file": file, "plan": plan}
+        job = call_message("ckpt.live.process:seal", fields)
+        return place.writer().call(job, place.arena, f"{self.handle.url}/{file}")
 
     def end(
         self,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from ckpt.live.protocol import RefusedError, Segment
-from ckpt.saving.arena import GENERATION, NO_DATA, is_sealed, map_memory
+from ckpt.saving.arena import GENERATION, NO_DATA, is_sealed, map_memory, new_memory
 from ckpt.stores.local_files import IO_VECTORS
 
 
@@ -59,6 +59,19 @@ class MemoryFile:
             if first < last:
                 yield Segment(one.descriptor, one.offset + first - at, last - first)
             at += one.nbytes
+
+
+def in_memory(data: bytes) -> int:
+    """Returns a descriptor of shared memory with these bytes."""
+    descriptor = new_memory("ckpt-live")
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(descriptor, left) :]
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def memory_file(parts: Sequence[Segment], descriptors: Sequence[int]) -> MemoryFile:

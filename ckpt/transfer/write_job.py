@@ -15,6 +15,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any, Literal
 
+import xxhash
+
 from ckpt.errors import StoreError
 from ckpt.plan.save_plan import SavePlan, WriteItem
 from ckpt.stores.store import Store, open_store
@@ -23,8 +25,8 @@ from formats.catalog import OutgoingTensor, TensorRef, Tree
 from formats.dtypes import count_nonfinite, dtype_named
 from formats.native.borrowed import Lent
 from formats.native.manifest import Manifest, StoredTensor, dump, load
-from formats.native.shard import CHUNK_BYTES, Progress, ShardSummary
-from formats.native.shard_writer import write_shard
+from formats.native.shard import CHUNK_BYTES, Progress, ShardSummary, chunk_bytes_of
+from formats.native.shard_writer import raw_header, records_of, write_shard
 from sharding.agreement.call_events import Requests, count_requests, take_requests
 
 STEP_BYTES = 8 << 20
@@ -303,3 +305,38 @@ def read_answer(message: bytes, where: str) -> ShardSummary:
             message_of_writer if where in message_of_writer else f"{where}: {message_of_writer}"
         )
     return ShardSummary(**answer["written"])
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """The bytes of a shard file before and behind its data."""
+
+    header: bytes
+    table: bytes
+    data_bytes: int
+
+    @property
+    def summary(self) -> ShardSummary:
+        """The facts of the file for the manifest."""
+        hasher = xxhash.xxh3_128(self.header)
+        hasher.update(self.table)
+        size = len(self.header) + self.data_bytes + len(self.table)
+        return ShardSummary(size, len(self.header), len(self.table), hasher.hexdigest())
+
+
+def make_sealed(
+    items: Sequence[WriteItem], data: memoryview, advance: Callable[[int], None]
+) -> Sealed:
+    """Returns header and table for `data`, which has the items end to end in a file's order.
+
+    `advance` is called with the number of bytes done so far; an exception of it ends the work.
+    """
+    records: list[bytes] = []
+    for item in items:
+        end = item.offset + item.nbytes
+        for at in range(item.offset, end, STEP_BYTES):
+            advance(at)
+            records += records_of(data[at : min(at + STEP_BYTES, end)], chunk_bytes_of("raw"))
+    nbytes = items[-1].offset + items[-1].nbytes if items else 0
+    advance(nbytes)
+    return Sealed(raw_header(items)[0], b"".join(records), nbytes)

@@ -9,10 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.live.sealing import SealJob, make_sealed, seal, seal_job_message
+from ckpt.live.process import seal
 from ckpt.plan.save_plan import SavePlan, WriteItem
 from ckpt.stores.local_store import LocalStore
-from ckpt.transfer.write_job import STEP_BYTES, read_call, read_plan
+from ckpt.transfer.write_job import (
+    STEP_BYTES,
+    call_message,
+    make_sealed,
+    plan_json,
+    read_call,
+    read_plan,
+)
 from formats.catalog import OutgoingTensor
 from formats.dtypes import dtype_named
 from formats.native.shard import CHUNK_BYTES
@@ -74,8 +81,8 @@ def test_a_part_is_hashed_in_steps_that_end_with_chunks() -> None:
 
 
 @given(plan=plans())
-def test_a_job_survives_its_message(plan: SavePlan) -> None:
-    job = SealJob("policy", 3, "a.safetensors", plan)
-    function, fields = read_call(seal_job_message(job))
+def test_a_plan_survives_the_message_of_a_job(plan: SavePlan) -> None:
+    message = call_message("ckpt.live.process:seal", {"plan": plan_json(plan)})
+    function, fields = read_call(message)
     assert function is seal
-    assert SealJob(**{**fields, "plan": read_plan(fields["plan"])}) == job
+    assert read_plan(fields["plan"]) == plan
