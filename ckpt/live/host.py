@@ -5,7 +5,8 @@
     POST    /NAME/leases/ID        renews it;  DELETE releases it
     GET     /NAME/V/               the files of a version
     GET     /NAME/V/FILE           a range of a file;  HEAD its size
-    POST    /NAME/V/FILE           copies the file here from another server, or returns a delta
+    POST    /NAME/V/FILE           copies the file here from another server, or returns a delta, or
+                                   the pieces that a reader of a swarm is to take next
     DELETE  /NAME/V                forgets a version
 
 Every request needs the token. All events are handled in one thread, so that no event sees another
@@ -15,18 +16,19 @@ one half done.
 from __future__ import annotations
 
 import asyncio
-import errno
+import http.client
 import math
 import os
 import secrets
-import socket
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-import h11
-
+from ckpt.errors import ProtocolError
 from ckpt.live.http_server import (
     HttpAnswer,
     HttpConnection,
@@ -47,14 +49,17 @@ from ckpt.live.protocol import (
     version_or_newest,
 )
 from ckpt.live.shared_files import MemoryFile, SharedFile
+from ckpt.live.swarm import TRACKER_SECONDS, Tracker
 from ckpt.live.table import LOST_SECONDS, Forgotten, Table, VersionLease
-from ckpt.live.wire import Wire
 from ckpt.saving.arena import map_memory, new_memory, take_huge_pages
 from ckpt.stores.addresses import FILE, NAME, authority, version_of
+from ckpt.stores.http_client import HttpClient, HttpOptions, Place
 from formats.errors import FormatError
 
 if TYPE_CHECKING:
     from ckpt.transfer.live_deltas import Area, Array
+
+ResultT = TypeVar("ResultT")
 
 START_SECONDS = 30.0
 """The time in which a new server must get an owner."""
@@ -83,6 +88,7 @@ class Host:
         """Called when the last name is ending."""
         self.server = secrets.token_hex(8)
         self.files: dict[tuple[str, int, str], MemoryFile] = {}
+        self.trackers: dict[tuple[str, int, str], Tracker] = {}
         self.connections: Iterable[HttpConnection] = ()
         self._left: set[tuple[str, int, bool]] = set()
         """The versions with a connection that ended after an answer, and whether it had a lease."""
@@ -147,6 +153,7 @@ class Host:
             connection.wire.abort()
         for key in self._keys(gone.name, gone.version):
             self.files.pop(key).give()
+            self.trackers.pop(key, None)
         self._left -= {(gone.name, gone.version, is_leased) for is_leased in (False, True)}
         self._end_if_idle()
 
@@ -158,6 +165,8 @@ class Host:
         reader = connection.reader if connection.is_left else None
         if reader is not None and all(one.reader != reader for one in self.connections):
             self.table.lose(*reader, monotonic())
+            for tracker in self.trackers.values():
+                tracker.leave(reader[1])
             self.due_in(LOST_SECONDS)
 
     def is_in_flight(self, name: str, version: int, overdue: bool) -> bool:
@@ -227,11 +236,10 @@ def _delta_between(areas: Sequence[Area], old: SharedFile, new: SharedFile) -> b
     return make_delta(areas, before, after)
 
 
-CONNECT_SECONDS = 10.0
+LEASE_HEADER = "ckpt-lease"
 COPY = "copy"
 """The lease that a copying server names."""
-_TURN_BYTES = 4 << 20
-_HEAD_BYTES = 4 << 10
+_TURN_BYTES = 64 << 20
 
 
 async def pull(
@@ -242,84 +250,47 @@ async def pull(
     Calls `reserve` with the size before any memory is taken. Raises RefusedError if the other
     server refuses, cannot be reached, or stops.
     """
-    where = f"http://{authority(*source)}{path}"
+    client = HttpClient(Place(*source), HttpOptions(token, STALL_SECONDS))
+    # The bytes count as read once this server has answered, as those of a released lease do.
+    headers, where = {LEASE_HEADER: COPY}, f"http://{authority(*source)}{path}"
     try:
-        wire = await _connect(source)
-        try:
-            return await _copy(wire, where, source, path, token, reserve)
-        finally:
-            wire.close()
-    except (OSError, EOFError, KeyError, OverflowError, ValueError, h11.ProtocolError) as error:
+        found = await _in_thread(partial(client.answer, "HEAD", path))
+        if found.status != http.client.OK:
+            raise ProtocolError(f"that server answered with status {found.status}")
+        nbytes = int(found.headers["content-length"])
+        reserve(nbytes)
+        with _new_memory(nbytes) as (descriptor, view):
+            for at in range(0, nbytes, _TURN_BYTES):
+                part = [view[at : at + _TURN_BYTES]]
+                read = await _in_thread(partial(client.read_range, path, at, part, headers))
+                if not isinstance(read, int):
+                    raise ProtocolError(f"it ended after {at} of {nbytes} bytes")
+            return MemoryFile([Segment(descriptor, 0, nbytes)])
+    except (OSError, KeyError, OverflowError, ValueError) as error:
         said = str(error) or type(error).__name__
         raise RefusedError("pull", f"{where}: the copy failed: {said}") from None
+    finally:
+        client.close()
 
 
-async def _connect(source: Address) -> Wire:
-    # The system's resolver blocks, so that a thread asks it.
-    found = await asyncio.to_thread(socket.getaddrinfo, *source, type=socket.SOCK_STREAM)
-    family, kind, proto, _, where = found[0]
-    connected = socket.socket(family, kind, proto)
-    wire = Wire(connected)
+async def _in_thread(work: Callable[[], ResultT]) -> ResultT:
+    """As `asyncio.to_thread`, of work that the end of the process does not wait for."""
+    left = [Future[ResultT]()]
+    waiting = asyncio.wrap_future(left[0])
+
+    def run() -> None:
+        try:
+            found = work()
+        except BaseException as error:
+            left.pop().set_exception(error)
+        else:
+            left.pop().set_result(found)
+
+    threading.Thread(target=run, daemon=True).start()
     try:
-        failed = connected.connect_ex(where)
-        if failed == errno.EINPROGRESS:
-            await wire.ready(CONNECT_SECONDS, to_write=True)
-            failed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if failed:
-            raise OSError(failed, os.strerror(failed))
-    except BaseException:
-        wire.close()
-        raise
-    return wire
-
-
-async def _copy(
-    wire: Wire,
-    where: str,
-    source: Address,
-    path: str,
-    token: str,
-    reserve: Callable[[int], None],
-) -> MemoryFile:
-    parser = h11.Connection(h11.CLIENT)
-    headers = [
-        ("host", authority(*source)),
-        ("authorization", f"Bearer {token}"),
-        ("connection", "close"),
-        # The bytes count as read once this server has answered, as those of a released lease do.
-        ("ckpt-lease", COPY),
-    ]
-    asks = parser.send(h11.Request(method="GET", target=path, headers=headers))
-    await wire.send(asks, STALL_SECONDS)
-    parser.send(h11.EndOfMessage())
-    response = await _head(wire, parser)
-    if response.status_code != 200:
-        raise RefusedError(
-            "pull", f"{where}: that server answered with status {response.status_code}"
-        )
-    nbytes = int(dict(response.headers)[b"content-length"])
-    reserve(nbytes)
-    with _new_memory(nbytes) as (descriptor, view):
-        at = 0
-        while isinstance(event := parser.next_event(), h11.Data):
-            view[at : at + len(event.data)] = event.data
-            at += len(event.data)
-        while at < nbytes:
-            with view[at : at + _TURN_BYTES] as part:
-                got = await wire.receive_into(part, STALL_SECONDS)
-            if not got:
-                raise EOFError(f"it ended after {at} of {nbytes} bytes")
-            at += got
-            await asyncio.sleep(0)
-        return MemoryFile([Segment(descriptor, 0, nbytes)])
-
-
-async def _head(wire: Wire, parser: h11.Connection) -> h11.Response:
-    while (event := parser.next_event()) is h11.NEED_DATA:
-        parser.receive_data(await wire.receive(_HEAD_BYTES, STALL_SECONDS))
-    if not isinstance(event, h11.Response):
-        raise EOFError("it ended without an answer")
-    return event
+        return await waiting
+    finally:
+        del waiting  # an error has these frames: they must not keep the error, and memory with it
 
 
 @contextmanager
@@ -337,9 +308,6 @@ def _new_memory(nbytes: int) -> Iterator[tuple[int, memoryview]]:
     except BaseException:
         os.close(descriptor)
         raise
-
-
-LEASE_HEADER = "ckpt-lease"
 
 
 class LiveApp:
@@ -443,6 +411,9 @@ class LiveApp:
         body = object_of(request.body, "the body")
         if set(body) == {"delta"}:
             return await self._delta(name, version, file, body["delta"])
+        if set(body) == {"pieces"}:
+            key = name, version, file
+            return await self._pieces(request.connection, key, body["pieces"])
         if set(body) != {"from"}:
             raise RefusedError("protocol", 'the body of a copy is {"from": [host, port]}')
         source = address_of("from", body["from"])
@@ -467,6 +438,26 @@ class LiveApp:
             )
         self._host.files[name, version, file] = found
         return json_answer({"size": found.nbytes})
+
+    async def _pieces(
+        self, connection: HttpConnection, key: tuple[str, int, str], message: object
+    ) -> HttpAnswer:
+        """Answers a reader of a swarm, at once or when there is a piece for it."""
+        self._table.find(*key)
+        tracker = self._host.trackers.setdefault(key, Tracker(self._host.files[key]))
+        until = monotonic() + TRACKER_SECONDS
+        lease, own, wants = tracker.tell(connection.wire.socket.getpeername()[0], message)
+        connection.reader = key[0], lease
+        with suppress(RefusedError):  # another server has it, or it has ended
+            self._table.renew(key[0], lease, monotonic())
+        self._host.notify()
+        while not (found := tracker.choose(lease, own, wants)):
+            if not wants or monotonic() >= until or tracker.is_busy(lease):
+                break
+            await self._host.wait(until - monotonic())
+            self._table.find(*key)  # raises if the version has been replaced
+        self._host.notify()
+        return json_answer({"pieces": [[*one, await tracker.digest(one.piece)] for one in found]})
 
     async def _delta(self, name: str, version: int, file: str, wanted: object) -> HttpAnswer:
         from ckpt.transfer.live_deltas import areas_in  # a server starts without numpy

@@ -319,7 +319,8 @@ async def _send(
     if answer.content is None:
         await _send_bytes(connection, request, answer)
         return
-    content = connection.content = answer.content
+    content, is_head = answer.content, request is not None and request.method == "HEAD"
+    connection.content = None if is_head else content
     content.take()
     try:
         await _send_content(connection, request, answer, content)

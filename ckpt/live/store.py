@@ -23,8 +23,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from errno import ENOENT
+from itertools import groupby
+from operator import attrgetter
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ckpt.errors import (
     NotACheckpointError,
@@ -37,6 +39,7 @@ from ckpt.errors import (
 from ckpt.live.process import HostServer
 from ckpt.live.protocol import Address, FileAt, RefusedError, error_of, files_of, version_in
 from ckpt.live.shared_files import SharedFile
+from ckpt.live.swarm import TRACKER_SECONDS, share_of
 from ckpt.stores.addresses import parse, version_of
 from ckpt.stores.http_client import (
     Answer,
@@ -54,6 +57,7 @@ from formats.storage import BESIDE, LOCAL_READ_BYTES, REMOTE_READ_BYTES
 from sharding.errors import CkptError
 
 if TYPE_CHECKING:
+    from ckpt.plan.read_plan import ByteRange
     from ckpt.transfer.live_deltas import Area, Delta
 
 RENEWALS = 3
@@ -105,6 +109,7 @@ class LiveStore(ReadOnlyStore):
         """Whether an address is that of the server on this host."""
         self._beside: dict[int, LiveStore] = {}
         self._lease: _Lease | None = None
+        self._share = share_of(url)
         self._lock = threading.RLock()
 
     @property
@@ -188,7 +193,8 @@ class LiveStore(ReadOnlyStore):
             return
         shared = self._shared_file(lease, name)
         if shared is None:
-            self._fetch(lease, name, offset, views)
+            if self._share is None or not self._share.read_into(self, name, offset, views):
+                self._fetch(lease, name, offset, views)
         elif shared.read_into(offset, views) < sum(map(len, views)):
             self._renew(lease)  # raises if the memory was taken away
             raise self._truncation_error(name, offset, views, shared.size)
@@ -196,8 +202,13 @@ class LiveStore(ReadOnlyStore):
     def delta(self, name: str, areas: Sequence[Area]) -> Delta | None:
         """Returns the delta of areas of a file of another host since the version before it.
 
-        None if no server has both versions. Raises FormatError for an answer that is no delta.
+        None if no server has both versions, or this process shares what it reads, so that its
+        pieces are brought to this version. Raises FormatError for an answer that is no delta.
         """
+        return None if self._share is not None else self.delta_of(name, areas)
+
+    def delta_of(self, name: str, areas: Sequence[Area]) -> Delta | None:
+        """As `delta`, for the pieces of a swarm, too."""
         from ckpt.transfer.live_deltas import Delta  # numpy is for those who need it
 
         body = {"delta": [area.as_json() for area in areas]}
@@ -213,6 +224,27 @@ class LiveStore(ReadOnlyStore):
                 is_given = answer.status == http.client.OK
                 return Delta(answer.body, areas) if is_given else None
         return None
+
+    def expect(self, ranges: Sequence[ByteRange]) -> None:
+        """Is told of ranges that are going to be read; a swarm takes them in any order."""
+        for name, some in groupby(ranges, attrgetter("file")):
+            if self._share is not None and self._shared_file(self._renew_if_due(), name) is None:
+                spans = [(one.lo, one.hi, one.request.itemsize) for one in some]
+                self._share.expect(self, name, spans)
+
+    def ask_pieces(self, name: str, told: list[object]) -> list[list[Any]]:
+        """Returns the pieces of a file to take next: number, source and checksum."""
+        lease = self._renew_if_due()
+        path = path_of(self._live.name, str(lease.version), name)
+        client = self._client(lease.files[name].at[0])
+        answer = client.ask("POST", path, {"pieces": [lease.key, *told]}, TRACKER_SECONDS)
+        return cast(
+            "list[list[Any]]", json_of(self._sound(answer, lease.version), self.url)["pieces"]
+        )
+
+    def fetch(self, name: str, offset: int, view: memoryview) -> None:
+        """Fills a view with bytes of a file of another host, from the file's own server."""
+        self._fetch(self._renew_if_due(), name, offset, [view])
 
     def has_delta(self, area: Area) -> bool:
         """Whether there are deltas of such areas: the servers compare all."""
@@ -245,6 +277,8 @@ class LiveStore(ReadOnlyStore):
 
     def close(self) -> None:
         """Gives the lease back, and closes connections and descriptors."""
+        if self._share is not None and self._lease is not None:
+            self._share.leave(self._lease.version)
         with self._lock:
             lease, self._lease = self._lease, None
             beside, self._beside = self._beside, {}

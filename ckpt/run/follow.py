@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,6 +18,7 @@ from ckpt.errors import WaitTimeoutError
 from ckpt.live.chain import newest_version, version_numbers
 from ckpt.live.store import LiveStore
 from ckpt.live.stored_version import keep_sums
+from ckpt.live.swarm import sharing
 from ckpt.loading.agreement import keep_match
 from ckpt.run.policy import RunStep
 from ckpt.run.steps import list_steps
@@ -56,6 +57,7 @@ def follow(
     group: Group = None,
     timeout: float | None = None,
     look_seconds: float = 5.0,
+    share: bool = False,
     storage_options: Options = None,
 ) -> Iterator[LiveVersion]:
     """Yields the newest version of a live state, then, each time, whichever is newest.
@@ -77,6 +79,10 @@ def follow(
         timeout: the longest wait for a newer version, in seconds; None waits without an end. A
             server that has not begun, or has ended, is an UnreachableError at once.
         look_seconds: the pause between two looks at a folder.
+        share: loads from this live state keep the bytes that they read from other hosts in memory,
+            and give them to other readers that share, as long as the iterator lives: N readers take
+            hardly more than one model from the publisher. Listens at the address of this host that
+            reaches the publisher.
         storage_options: as for `ckpt.load`; of a live state `token`, `timeout` and `certificate`.
 
     Raises:
@@ -110,7 +116,12 @@ def follow(
         is_number = isinstance(seconds, int | float)
         if seconds is not None and not (is_number and 0 <= seconds < float("inf")):
             raise ArgumentError(f"{name} is {seconds!r}; give seconds from 0 on, or None")
-    return _versions(place, after, group, timeout, look_seconds, storage_options)
+    if not isinstance(share, bool) or (share and not is_live(place)):
+        raise ArgumentError(
+            f"share is {share!r} for {parse(place).shown if is_live(place) else place}; give True "
+            "for the address of a live state, or False"
+        )
+    return _versions(place, after, group, timeout, look_seconds, share, storage_options)
 
 
 class _Seen(NamedTuple):
@@ -138,10 +149,14 @@ def _versions(
     group: Group,
     timeout: float | None,
     look_seconds: float,
+    share: bool,
     options: Options,
 ) -> Iterator[LiveVersion]:
     ranks = Ranks(group)
-    with LiveStore(url, options or {}) if is_live(url) else nullcontext() as store:
+    with ExitStack() as stack:
+        store = stack.enter_context(LiveStore(url, options or {})) if is_live(url) else None
+        if share:
+            stack.enter_context(sharing(url, options or {}))
         kept = keep_sums(url) if store is None else keep_match(url)  # noqa: F841 - while this runs
         if store is None:
             look = _looks_at_folder(url, look_seconds, options)

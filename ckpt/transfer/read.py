@@ -256,6 +256,9 @@ class RangeReader:
     ) -> None:
         """Reads byte ranges, in the order of the files. Raises as `read_requests` does."""
         call = _Call(targets)
+        expect: Callable[[list[ByteRange]], None] | None = getattr(self.reader, "expect", None)
+        if expect is not None:
+            expect(ranges)
         self._read_groups(ranges, call, progress)
         for part, found in call.wrong:
             self._read_record_again(part, found, ranges, targets)
