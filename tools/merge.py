@@ -61,7 +61,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> int:
     """Merges, and prints what was written."""
-    from ckpt.run.merge import merge, sum_of
+    from ckpt.converting.convert import convert
+    from ckpt.run.merge import sum_of
 
     began = time.monotonic()
     storage = mapping(options.storage_options)
@@ -73,12 +74,9 @@ def run(options: Options) -> int:
         ranks_of_torchrun() as (group, is_first),
         progress("merge", lambda: tensor_bytes(total.urls[0], storage), options.quiet) as advance,
     ):
-        report = merge(
-            total.urls,
+        report = convert(
+            total,
             options.dst,
-            weights=total.weights,
-            in_float64=options.in_float64,
-            lora=total.lora,
             group=group,
             progress=advance if is_first else None,
             **options.arguments,
