@@ -29,19 +29,26 @@ import ckpt
 from ckpt.live.store import LiveStore
 from ckpt.stores.local_store import LocalStore
 
-PARTS = (0.001, 0.01, 0.03, 0.1, 1.0)
+PARTS = (0.001, 0.01, 0.03, 0.1, 1.0, None)
+"""The part of the elements of bfloat16 that changes; None for a step of AdamW, in float32."""
 WHOLE, DELTA, RIVAL = "ckpt.load, unchanged=“read”", "ckpt.load", "gather, XOR, zstd, broadcast"
 STORED_WHOLE, STORED = "from a folder, unchanged=“read”", "from a folder"
 TRAINERS, READERS = 2, 3
 
 
 class ChangingJob(Job):
-    """One rank, whose state is bfloat16 and changes by a part of its elements."""
+    """One rank, whose state is bfloat16 and changes by a part of its elements, or by AdamW."""
 
-    def __init__(self, nbytes: int, part: float) -> None:
-        super().__init__(2 * nbytes, TRAINERS, READERS, torch.bfloat16)
+    def __init__(self, nbytes: int, part: float | None) -> None:
+        is_adam = part is None
+        dtype = torch.float32 if is_adam else torch.bfloat16
+        super().__init__(nbytes if is_adam else 2 * nbytes, TRAINERS, READERS, dtype)
         self.part, self.came, self.server = part, 0, 0.0
         self.random = torch.Generator().manual_seed(dist.get_rank())
+        self.adam = None
+        if is_adam and self.is_trainer:
+            parameters = [torch.nn.Parameter(local.normal_(0, 0.02)) for local in self.locals]
+            self.adam = torch.optim.AdamW(parameters, lr=1e-5)
         self.old: dict[str, np.ndarray[Any, Any]] = {}
         """On rank 0 and the readers: the whole tensors of the version before, as the rival's."""
 
@@ -52,16 +59,26 @@ class ChangingJob(Job):
         self.old = full if not self.is_trainer or self.rank == 0 else {}
         dist.barrier()
         if self.is_trainer:
-            for local in self.locals:
-                flat = local.view(torch.int16).reshape(-1)
-                count = int(len(flat) * self.part)
-                places = torch.randint(len(flat), (count,), generator=self.random)
-                if self.part < 1:
-                    flat[places] += 1
-                else:
-                    flat.copy_(torch.randint(-(2**15), 2**15, (count,), generator=self.random))
+            self.train()
             self.live.update().wait()
         dist.barrier()
+
+    def train(self) -> None:
+        """Changes elements of the trainers' parts."""
+        if self.adam is not None:
+            for parameter in self.adam.param_groups[0]["params"]:
+                parameter.grad = torch.randn(parameter.shape, generator=self.random)
+            self.adam.step()
+            self.adam.zero_grad()
+            return
+        assert self.part is not None
+        for local in self.locals:
+            flat = local.view(torch.int16).reshape(-1)
+            count = int(len(flat) * self.part)
+            if self.part < 1:
+                flat[torch.randint(len(flat), (count,), generator=self.random)] += 1
+            else:
+                flat.copy_(torch.randint(-(2**15), 2**15, (count,), generator=self.random))
 
     def full(self, name: str) -> np.ndarray[Any, Any]:
         """The whole tensor of the ranks of a group, as integers."""
@@ -135,9 +152,7 @@ class StoredJob(ChangingJob):
     def before(self) -> None:
         """Publishes a version with changes; the readers have the one before."""
         if self.is_trainer:
-            for local in self.locals:
-                flat = local.view(torch.int16).reshape(-1)
-                flat[torch.randint(len(flat), (int(len(flat) * self.part),))] += 1
+            self.train()
             self.live.update().wait()
         dist.barrier()
 
@@ -171,7 +186,7 @@ def planes(array: np.ndarray[Any, Any]) -> bytes:
 
 
 def through_a_folder(
-    nbytes: int, part: float, rounds: int
+    nbytes: int, part: float | None, rounds: int
 ) -> tuple[measure.Samples, dict[str, Any]]:
     """As `hand_over`, of a folder."""
     job = StoredJob(nbytes, part)
@@ -187,7 +202,9 @@ def through_a_folder(
     return samples, more
 
 
-def hand_over(nbytes: int, part: float, rounds: int) -> tuple[measure.Samples, dict[str, Any]]:
+def hand_over(
+    nbytes: int, part: float | None, rounds: int
+) -> tuple[measure.Samples, dict[str, Any]]:
     """On each rank: the samples of all ways, and their bytes and the server's seconds a round."""
     job = ChangingJob(nbytes, part)
     job.open()
@@ -209,15 +226,16 @@ def hand_over(nbytes: int, part: float, rounds: int) -> tuple[measure.Samples, d
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size-mb", type=int, default=500, help="the whole state, in bfloat16")
+    parser.add_argument("--size-mb", type=int, default=500, help="the whole state")
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     os.environ.setdefault(RUNTIME, tempfile.mkdtemp(prefix="ckpt-bench-run-"))
     print(report.machine(), end="\n\n", flush=True)
     rows, nbytes = [], given.size_mb * 10**6
     for part in PARTS:
+        changed = "AdamW, float32" if part is None else f"{part:.1%}"
         found = measure.on_ranks(TRAINERS + READERS, hand_over, nbytes, part, given.rounds)
-        if part < 1:
+        if part is not None and part < 1:
             stored = measure.on_ranks(
                 TRAINERS + READERS, through_a_folder, nbytes, part, given.rounds
             )
@@ -228,10 +246,10 @@ def main() -> None:
             cpu = [one.cpu_seconds + server for one in some]
             seconds = report.spread([one.seconds for one in some])
             wire = f"1/{nbytes / came:.1f}"
-            rows.append([f"{part:.1%}", name, wire, seconds, report.spread(cpu)])
-        report.say(f"{part:.1%} is done")
+            rows.append([changed, name, wire, seconds, report.spread(cpu)])
+        report.say(f"{changed} is done")
     columns = ("changed", "way", "bytes on the way ÷ state", "seconds", "CPU seconds")
-    title = f"A version with changes, 2 → 3 ranks over TCP, {given.size_mb} MB of bfloat16"
+    title = f"A version with changes, 2 → 3 ranks over TCP, {given.size_mb} MB"
     print(report.Table(f"{title}, {given.rounds} rounds", columns, rows))
 
 

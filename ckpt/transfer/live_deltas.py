@@ -52,6 +52,8 @@ PAYS = 0.8
 """The part of its bytes to which a block must compress, so that old XOR new of all pays."""
 PIECE_BYTES = 1 << 20
 """The bytes that are compared at a time: old, new and their XOR stay in the processor's cache."""
+LITTLE_BYTES = 32 << 10
+"""The bytes up to which elements are compared at once: each step on words takes its time."""
 WORD = 8
 SUM_BYTES = 16
 LEVEL = 1
@@ -148,7 +150,7 @@ def _few_changes(first: Array, second: Array, size: int) -> Iterator[tuple[Array
     Words are compared, and the elements of those that differ, unless too many do.
     """
     begins, bits = range(0, first.size, size), (WORD // first.itemsize).bit_length() - 1
-    is_even = first.nbytes % WORD == 0
+    is_even = first.nbytes % WORD == 0 and first.nbytes > LITTLE_BYTES
     xor = first.view(f"u{WORD}") ^ second.view(f"u{WORD}") if is_even else first ^ second
     few = _places_of(xor != 0) if is_even else None
     if few is None:
@@ -273,9 +275,9 @@ class Delta:
         """
         pieces = [*_pieces(target)]
         starts = [range(0, piece.size, size) for piece, size in pieces]
-        counts = np.frombuffer(self._numbers.take(4 * sum(map(len, starts))), "<u4")
-        few = np.where(counts < ALL, counts, 0).astype("i8")
-        total = int(few.sum())
+        counts = np.frombuffer(self._numbers.take(4 * sum(map(len, starts))), "<u4").tolist()
+        few = [count if count < ALL else 0 for count in counts]
+        total = sum(few)
         if total > target.size:
             raise FormatError("an area has more changes than elements")
         gaps = self._take_planes(total, 2)
@@ -284,10 +286,10 @@ class Delta:
         for (piece, size), begins in zip(pieces, starts, strict=True):
             flat = _flat(piece)
             here = slice(number, number + len(begins))
-            hi = lo + int(few[here].sum())
-            places = _places(gaps[lo:hi], few[here], size, flat.size)
-            flat[places] ^= values[lo:hi]
-            for at, count in zip(begins, counts[here].tolist(), strict=True):
+            hi = lo + sum(few[here])
+            if lo < hi:
+                flat[_places(gaps[lo:hi], few[here], size, flat.size)] ^= values[lo:hi]
+            for at, count in zip(begins, counts[here], strict=True):
                 block = flat[at : at + size]
                 if count == WHOLE:
                     block[:] = np.frombuffer(self._whole.take(block.nbytes), f"u{area.width}")
@@ -296,7 +298,7 @@ class Delta:
                 if area.has_sums:
                     found = xxhash.xxh3_128_digest(block.data)
                     is_right &= found == self._sums.take(SUM_BYTES)
-            if counts[here].any() and not np.shares_memory(flat, piece):
+            if any(counts[here]) and not np.shares_memory(flat, piece):
                 piece[...] = flat.reshape(piece.shape)
             number, lo = number + len(begins), hi
         return is_right
@@ -309,25 +311,23 @@ class Delta:
         return numbers
 
 
-def _places(gaps: Array, counts: Array, size: int, end: int) -> Array:
+def _places(gaps: Array, counts: Sequence[int], size: int, end: int) -> Array:
     """Returns the places of changes in blocks of `size` elements, by the distances in each.
 
-    Raises FormatError for a place behind its block, or behind `end`.
+    There is one at least. Raises FormatError for a place behind its block, or behind `end`.
     """
+    filled = np.flatnonzero(counts)
+    starts, ends = filled * size, np.cumsum(counts)[filled]
+    firsts = np.concatenate(([0], ends[:-1]))
     steps = gaps.astype("i8")
     steps += 1
-    filled = np.flatnonzero(counts)
-    if len(filled):
-        firsts = (np.cumsum(counts) - counts)[filled]
-        reached = np.add.reduceat(steps, firsts)
-        starts = filled * size
-        if (reached > np.minimum(size, end - starts)).any():
-            raise FormatError("a change lies behind its block")
-        steps[firsts] += starts
-        steps[firsts[1:]] -= (starts + reached)[:-1]
-        np.cumsum(steps, out=steps)
-        steps -= 1
-    return steps
+    reached = np.add.reduceat(steps, firsts)
+    if (reached > np.minimum(size, end - starts)).any():
+        raise FormatError("a change lies behind its block")
+    steps[firsts] += starts
+    steps[firsts[1:]] -= (starts + reached)[:-1]
+    steps[0] -= 1
+    return np.cumsum(steps, out=steps)
 
 
 class _Taken:
