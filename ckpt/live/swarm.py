@@ -298,9 +298,10 @@ class Share:
                 return False
             pieces = one.pieces(offset, offset + sum(map(len, views)))
             while pieces & ~one.has:
-                if one.is_left or pieces & ~one.needs:
+                is_over = not any(thread.is_alive() for thread in one.workers)
+                if one.is_left or is_over or pieces & ~one.needs:
                     return False
-                self._changed.wait()
+                self._changed.wait(TRACKER_SECONDS)  # a thread may end without a word
             one.readers += 1
         for view in views:
             view[:] = one.view[offset : offset + len(view)]

@@ -129,6 +129,7 @@ def test_readers_that_start_together_take_one_model_from_the_publisher(
     check_no_more_descriptors(descriptors)
 
 
+@pytest.mark.thorough
 def test_a_late_reader_takes_a_version_from_those_that_got_it_by_deltas(
     publisher: Publisher,
 ) -> None:
@@ -141,6 +142,7 @@ def test_a_late_reader_takes_a_version_from_those_that_got_it_by_deltas(
         assert publisher.sent() - before < FEW * STATE_BYTES
 
 
+@pytest.mark.thorough
 def test_a_reader_of_the_version_before_gets_it_while_the_sources_have_the_next_one(
     publisher: Publisher,
 ) -> None:
@@ -183,6 +185,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_source_that_fails_costs_nobody_an_error(publisher: Publisher, failure: str) -> None:
     with ExitStack() as stack:
@@ -230,6 +233,7 @@ def stop() -> None:
     _following.pop().close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dim", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_reader_takes_from_sources_of_another_layout(
     clusters: Callable[[int], Any], publisher: Publisher, dim: int
