@@ -207,14 +207,14 @@ class MismatchError(CkptError, ValueError):
         self.url = url
         self.differences = tuple(differences)
         kinds: dict[str, list[Difference]] = {}
-        for one in self.differences:
-            kinds.setdefault(one.problem, []).append(one)
+        for difference in self.differences:
+            kinds.setdefault(difference.problem, []).append(difference)
         shown = []
         for kind, found in kinds.items():
-            shown += [f"  {one}" for one in found[:SHOWN_DIFFERENCES]]
+            shown += [f"  {difference}" for difference in found[:SHOWN_DIFFERENCES]]
             if len(found) > SHOWN_DIFFERENCES:
                 shown.append(f"  ... and {len(found) - SHOWN_DIFFERENCES} more ({kind})")
-        names = {kind: [one.name for one in found] for kind, found in kinds.items()}
+        names = {kind: [difference.name for difference in found] for kind, found in kinds.items()}
         remedy = _remedy(names, call, has_nothing, other_names is None, fitting)
         fits = "has nothing for" if has_nothing else "does not fit"
         by = f", by {other_names}" if other_names else ""
@@ -294,9 +294,9 @@ def _excluding(
     """Returns the `exclude=` of the names that the target lacks after `rename=`; empty if none."""
     (old, new) = next(iter(renamed.items()))
     part = old.rpartition(".")[2] if new else ""  # the states of optimizers follow their parameters
-    after = {_after(one, old, new) for one in unexpected if part not in one.split(".")}
+    after = {_after(extra, old, new) for extra in unexpected if part not in extra.split(".")}
     rest, wanted = after - {*missing}, {*missing} | fitting
-    tops = {f"{one.partition('.')[0]}.*" if "." in one else one for one in rest}
+    tops = {f"{extra.partition('.')[0]}.*" if "." in extra else extra for extra in rest}
     is_theirs = any(name.startswith(top.removesuffix("*")) for top in tops for name in wanted)
     patterns = sorted(rest if is_theirs else tops)
     if len(patterns) > SHOWN_DIFFERENCES:
@@ -324,7 +324,7 @@ def _most_by_one_rename(missing: Sequence[str], unexpected: Set[str]) -> tuple[d
     for first in missing[:SHOWN_DIFFERENCES]:
         for old, new in _likely(first, unexpected):
             if (old, new) not in found:
-                after = {_after(one, old, new) for one in unexpected if one.startswith(old)}
+                after = {_after(name, old, new) for name in unexpected if name.startswith(old)}
                 found[old, new] = len(after & {*missing})
     most = max(found.values(), default=0)
     best = sorted((old, new) for (old, new), number in found.items() if number == most)
@@ -439,7 +439,7 @@ class FallbackWarning(Picklable, UserWarning):
         """The path or URL of the checkpoint that was used."""
         self.skipped = tuple(skipped)
         """The skipped checkpoints, newest first, with the reasons."""
-        shown = "\n".join(f"  {one.message}" for one in self.skipped)
+        shown = "\n".join(f"  {difference.message}" for difference in self.skipped)
         super().__init__(
             f"{without_secrets(taken)} is used in place of checkpoints that are not sound:\n{shown}"
         )
@@ -492,8 +492,8 @@ def make_skipped_warning(
     where: str, skipped: Sequence[Difference], why: str = "strict=False"
 ) -> SkippedWarning:
     """Returns the warning about differences that `strict=False`, or another rule, leaves out."""
-    told = f"{why} skips {len(skipped)}: {_format_differences(skipped)}"
-    return SkippedWarning(f"{without_secrets(where)}: {told}", skipped)
+    text = f"{why} skips {len(skipped)}: {_format_differences(skipped)}"
+    return SkippedWarning(f"{without_secrets(where)}: {text}", skipped)
 
 
 class LeftOverWarning(Picklable, UserWarning):

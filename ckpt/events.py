@@ -105,7 +105,7 @@ def _sentence(event: Event) -> str:
     waited = f", {event.waited:.3f} s of it for other ranks" if event.waited else ""
     again = f", {event.rereads} reads repeated" if event.rereads else ""
     sent = sum(request.sent for request in event.requests.values())
-    repeated = sum(one.repeated for one in event.requests.values())
+    repeated = sum(requests.repeated for requests in event.requests.values())
     asked = f", {sent} requests" if sent else ""
     asked += f" of which {repeated} repeat failed ones" if repeated else ""
     return f"{name} took {took}{moved}{waited}{again}{asked}{ended}"

@@ -148,12 +148,12 @@ def convert(
         )
         _check_same_arguments(agreed.same["arguments"])
         budget = agreed.number
-        held = _merge_state(ranks, f"describing the state to be made {to}", state, model)
+        merged = _merge_state(ranks, f"describing the state to be made {to}", state, model)
         kept = {}
         if kind is Kind.SHARDED and mesh is None:
-            kept = _dtensors_as_they_are(held, ranks, offload_to_cpu)
+            kept = _dtensors_as_they_are(merged, ranks, offload_to_cpu)
         tensors = kept | convert_kind(
-            {name: tensor for name, tensor in _parts(held) if name not in kept},
+            {name: tensor for name, tensor in _parts(merged) if name not in kept},
             kind,
             mesh=mesh,
             rank0_only=rank0_only,
@@ -163,8 +163,8 @@ def convert(
         )
         if kind is Kind.FULL and rank0_only and ranks.rank != 0:
             return {}
-        built = _build(held.whole.tree, {name: t for name, t in tensors.items() if t is not None})
-        built = with_versions(built, held.whole.versions)
+        built = _build(merged.whole.tree, {name: t for name, t in tensors.items() if t is not None})
+        built = with_versions(built, merged.whole.versions)
         return built if isinstance(built, dict) else {"": built}
 
 
@@ -219,10 +219,10 @@ def load(
         )
         _check_same_arguments(agreed.same["arguments"])
         budget = agreed.number
-        held = _merge_state(ranks, "describing the state to be loaded", state, model)
+        merged = _merge_state(ranks, "describing the state to be loaded", state, model)
 
         def matching() -> tuple[Saved, Match]:
-            saved = Saved(catalog_of(held.whole), fit.rename)
+            saved = Saved(catalog_of(merged.whole), fit.rename)
             return saved, match(saved, target, fit, ranks.mesh)
 
         (saved, matched), agreed = ranks.run_and_compare(
@@ -240,9 +240,11 @@ def load(
         run = LoadRun(matched.targets, group, fit.casting)
         shared = beside(matched.shared, matched.targets)
         apart = [item for group in shared for item, _ in group]
-        fill = partial(fill_from_peers, run=run, held=held, saved=saved, ranks=ranks, budget=budget)
+        fill = partial(
+            fill_from_peers, run=run, merged=merged, saved=saved, ranks=ranks, budget=budget
+        )
         fill([*matched.preflight_scalars, *apart], is_final=False)
-        placed = [[one for _, one in group] for group in shared]
+        placed = [[member for _, member in group] for group in shared]
         ranks.run_on_all(
             "comparing the numbers of the state",
             partial(check_preflight_scalars, SOURCE, matched, placed),
@@ -295,12 +297,12 @@ def _merge_state(ranks: Ranks, stage: str, state: object, model: nn.Module | Non
         return flat
 
     hashes = ReplicaHashes("sample", ranks.global_rank)
-    held = agree_on_state(ranks, stage, flatten_named, weigh=hashes.weigh)
-    if not held.same_values:
-        held = with_values_of_first(ranks, held)
-    if held.conflicting_values:
-        warn(conflict(ranks, held.conflicting_values), stacklevel=3)
-    differing = [] if held.balanced else hashes.differing(ranks, held.whole.tensors)
+    merged = agree_on_state(ranks, stage, flatten_named, weigh=hashes.weigh)
+    if not merged.same_values:
+        merged = with_values_of_first(ranks, merged)
+    if merged.conflicting_values:
+        warn(conflict(ranks, merged.conflicting_values), stacklevel=3)
+    differing = [] if merged.balanced else hashes.differing(ranks, merged.whole.tensors)
     if differing and ranks.rank == 0:
         warn(
             ReplicasWarning(
@@ -311,24 +313,24 @@ def _merge_state(ranks: Ranks, stage: str, state: object, model: nn.Module | Non
             ),
             stacklevel=3,
         )
-    return held
+    return merged
 
 
-def _parts(held: MergedState) -> Iterator[tuple[str, TensorLike]]:
+def _parts(merged: MergedState) -> Iterator[tuple[str, TensorLike]]:
     """Yields the tensors of all ranks by name, each with this rank's part."""
-    for name, tensor in held.whole.tensors.items():
-        leaf = held.flat.leaves.get(name)
+    for name, tensor in merged.whole.tensors.items():
+        leaf = merged.flat.leaves.get(name)
         if leaf is not None and leaf.layout == tensor.layout:
             yield name, leaf.given
         else:
-            yield name, LocalPart(local_part(held, name), tensor.layout)
+            yield name, LocalPart(local_part(merged, name), tensor.layout)
 
 
 def _dtensors_as_they_are(
-    held: MergedState, ranks: Ranks, to_cpu: bool
+    merged: MergedState, ranks: Ranks, to_cpu: bool
 ) -> dict[str, DTensor | None]:
     """Returns the tensors that are DTensors on all their ranks; None without a part on this one."""
-    names, leaves = list(held.whole.tensors), held.flat.leaves
+    names, leaves = list(merged.whole.tensors), merged.flat.leaves
     stays = bytes(name not in leaves or isinstance(leaves[name].given, DTensor) for name in names)
     kept: dict[str, DTensor | None] = {}
     for name, flag in zip(names, ranks.common(stays), strict=True):
@@ -385,7 +387,7 @@ def catalog_of(whole: StateSpec) -> Catalog:
 def fill_from_peers(
     items: Sequence[LoadItem],
     run: LoadRun,
-    held: MergedState,
+    merged: MergedState,
     saved: Saved,
     ranks: Ranks,
     budget: int,
@@ -409,9 +411,9 @@ def fill_from_peers(
     if not agreed.same["structure"]:
         wanted = ranks.run_on_all("planning to load", merge(ranks, wanted))
     plan = ranks.run_on_all("planning to load", lambda: _plan(items, wanted, saved, ranks, budget))
-    kept = _copy_overlapping(items, run.targets, held)
+    kept = _copy_overlapping(items, run.targets, merged)
     sources = {
-        name: kept[name] if name in kept else local_part(held, _source(saved, name))
+        name: kept[name] if name in kept else local_part(merged, _source(saved, name))
         for name in wanted.tensors
     }
 
@@ -471,14 +473,14 @@ def _source(saved: Saved, name: str) -> str:
 
 
 def _copy_overlapping(
-    items: Sequence[LoadItem], targets: Sequence[Target], held: MergedState
+    items: Sequence[LoadItem], targets: Sequence[Target], merged: MergedState
 ) -> dict[str, torch.Tensor]:
     """Returns copies of sources that lie in the memory of targets of other tensors."""
     locals_ = [targets[item.target].local for item in items]
     filled = {_memory(local) for local in locals_ if local.numel()}
     found = {}
     for item, target in zip(items, locals_, strict=True):
-        source = local_part(held, item.source)
+        source = local_part(merged, item.source)
         is_itself = source.data_ptr() == target.data_ptr()
         if source.numel() and _memory(source) in filled and not is_itself:
             found[item.name] = source.clone()
@@ -490,10 +492,10 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def local_part(held: MergedState, name: str) -> torch.Tensor:
+def local_part(merged: MergedState, name: str) -> torch.Tensor:
     """Returns this rank's part of a tensor; empty if the rank has none."""
-    leaf = held.flat.leaves.get(name)
+    leaf = merged.flat.leaves.get(name)
     if leaf is not None:
         return leaf.local
-    dtype = torch_dtype(held.whole.tensors[name].dtype.torch_name)
+    dtype = torch_dtype(merged.whole.tensors[name].dtype.torch_name)
     return torch.empty(0, dtype=dtype, device="cpu")

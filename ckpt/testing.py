@@ -431,7 +431,7 @@ class FormatContract:
 
 
 def _files(path: Path) -> list[Path]:
-    return [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
+    return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

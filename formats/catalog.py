@@ -433,10 +433,10 @@ def check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
         raise HostileError(f"{name}: {error}") from None
     if pair is not None:
         raise FormatError(f"{name}: the pieces {pair[0]} and {pair[1]} overlap")
-    held = sum(box.numel for box in boxes)
-    if held != prod(shape):
+    numel = sum(box.numel for box in boxes)
+    if numel != prod(shape):
         raise FormatError(
-            f"{name}: the pieces hold {held} of the {prod(shape)} elements of {whole}: the "
+            f"{name}: the pieces hold {numel} of the {prod(shape)} elements of {whole}: the "
             "checkpoint is incomplete; copy the files of all ranks"
         )
 

@@ -209,7 +209,9 @@ def files_of_weights(entries: Iterable[str]) -> list[str]:
     []
     """
     named = (name for name in entries if name.lower().endswith(_FILES) and not is_shard(name))
-    return sorted(one for one in named if not _STATE_FILE.match(one) and not _PART.fullmatch(one))
+    return sorted(
+        file for file in named if not _STATE_FILE.match(file) and not _PART.fullmatch(file)
+    )
 
 
 def zip_kind(names: Iterable[str]) -> Kind | None:

@@ -211,7 +211,7 @@ def read_split(reader: Reader) -> Catalog:
         trees[0][GGUF] = own
     blocks = [json.loads(part.metadata.get(QUANTISED, "{}")) for part in parts]
     types = json.loads(parts[0].metadata.get(TYPES, "{}"))
-    told = {
+    declared = {
         QUANTISED: json.dumps({name: each[name] for each in blocks for name in each}),
         TYPES: json.dumps({key: types[key] for key in types if not key.startswith("split.")}),
     }
@@ -219,7 +219,7 @@ def read_split(reader: Reader) -> Catalog:
     every = [
         joined.Part((), replace(part, tree=tree)) for part, tree in zip(parts, trees, strict=True)
     ]
-    metadata = {key: text for key, text in told.items() if text != "{}"}
+    metadata = {key: text for key, text in declared.items() if text != "{}"}
     return replace(joined.join_catalogs(GGUF, every, metadata=metadata), unread=unread)
 
 

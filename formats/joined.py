@@ -56,7 +56,7 @@ def join_catalogs(
     tree: dict[object, object] = {}
     read: dict[str, FileRecord] = {file.name: file for file in files}
     origins: list[tuple[str, Catalog]] = []
-    told: dict[str, str] = {}
+    source_of: dict[str, str] = {}
     for place, catalog in parts:
         part = _place(catalog, place)
         # Equal names of different nests ("a.b" and "a", "b") are refused like equal places.
@@ -68,14 +68,14 @@ def join_catalogs(
         aliases.update(part.aliases)
         read.update((file.name, file) for file in catalog.files)
         origins += catalog.parts or [("", catalog)]
-        told.update(catalog.metadata)
+        source_of.update(catalog.metadata)
     return Catalog(
         format=format_name,
         tensors=tensors,
         tree=tree,  # type: ignore[arg-type]  # of trees
         files=tuple(read.values()),
         aliases=aliases,
-        metadata=told if metadata is None else metadata,
+        metadata=source_of if metadata is None else metadata,
         parts=tuple(origins),
     )
 

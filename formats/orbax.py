@@ -92,12 +92,12 @@ def read(reader: Reader) -> Catalog:
 def _item(reader: Reader) -> Catalog:
     size = reader.size(METADATA)
     check("manifest_bytes", size, METADATA)
-    told = decode_object(reader.read(METADATA, 0, size), METADATA)
-    values = told.get("tree_metadata")
+    content = decode_object(reader.read(METADATA, 0, size), METADATA)
+    values = content.get("tree_metadata")
     if not isinstance(values, dict):
         raise FormatError(f"{METADATA}: it has no table `tree_metadata`")
-    has_files = told.get("use_ocdbt") is False
-    description = ZARR_JSON if told.get("use_zarr3") else ZARRAY
+    has_files = content.get("use_ocdbt") is False
+    description = ZARR_JSON if content.get("use_zarr3") else ZARRAY
     arrays = _Arrays(reader, None if has_files else ocdbt.values_in(reader), description)
     leaves: dict[KeyPath, Tree] = {}
     for text, entry in values.items():
@@ -161,11 +161,11 @@ class _Arrays:
             return OpaqueValue(kind)
         if value.nbytes > SMALL_BYTES:
             raise HostileError(f"{described}: a description of {value.nbytes} bytes")
-        told = decode_object(self._content(value), described)
-        array = _Array.of_2(described, told) or _Array.of_3(described, told)
+        content = decode_object(self._content(value), described)
+        array = _Array.of_2(described, content) or _Array.of_3(described, content)
         if array is None:
-            dtype = told.get("dtype", told.get("data_type"))
-            return OpaqueValue(f"{kind} {dtype!r:.40} {told.get('shape')!r:.80}", 1)
+            dtype = content.get("dtype", content.get("data_type"))
+            return OpaqueValue(f"{kind} {dtype!r:.40} {content.get('shape')!r:.80}", 1)
         pieces = PieceTable(list(self._pieces(name, array)))
         self.tensors[name] = TensorRecord(name, array.shape, array.dtype, pieces)
         return TensorRef(name)
@@ -249,36 +249,36 @@ class _Array:
     """The shape of the chunks in a chunk with an index; None if it has none."""
 
     @classmethod
-    def of_2(cls, where: str, told: Mapping[str, object]) -> _Array | None:
+    def of_2(cls, where: str, metadata: Mapping[str, object]) -> _Array | None:
         """Returns the array that `.zarray` describes; None for one that is not read (rule 2)."""
-        dtype = NumpyDType(str(told.get("dtype"))).dtype
-        compressor = told.get("compressor")
+        dtype = NumpyDType(str(metadata.get("dtype"))).dtype
+        compressor = metadata.get("compressor")
         by = compressor.get("id") if isinstance(compressor, dict) else compressor
-        is_known = told.get("zarr_format") == 2 and told.get("order") == "C"
-        if dtype is None or not is_known or told.get("filters") or by not in (None, "zstd"):
+        is_known = metadata.get("zarr_format") == 2 and metadata.get("order") == "C"
+        if dtype is None or not is_known or metadata.get("filters") or by not in (None, "zstd"):
             return None
-        shape, chunk = _shapes(where, told.get("shape"), told.get("chunks"))
-        separator = "/" if told.get("dimension_separator") == "/" else "."
+        shape, chunk = _shapes(where, metadata.get("shape"), metadata.get("chunks"))
+        separator = "/" if metadata.get("dimension_separator") == "/" else "."
         return cls(shape, chunk, dtype, by is not None, "", separator)
 
     @classmethod
-    def of_3(cls, where: str, told: Mapping[str, object]) -> _Array | None:
+    def of_3(cls, where: str, metadata: Mapping[str, object]) -> _Array | None:
         """Returns the array that `zarr.json` describes; None for one that is not read (rule 3)."""
-        dtype = BY_TORCH_NAME.get(str(told.get("data_type")))
-        names = _options(told.get("chunk_key_encoding"), "default")
-        codecs, index = told.get("codecs"), None
+        dtype = BY_TORCH_NAME.get(str(metadata.get("data_type")))
+        names = _options(metadata.get("chunk_key_encoding"), "default")
+        codecs, index = metadata.get("codecs"), None
         if isinstance(codecs, list) and len(codecs) == 1:
             index = _options(codecs[0], "sharding_indexed")
         if index is not None:
             ends = index.get("index_location", "end") == "end"
             codecs = index.get("codecs") if ends and _steps(index) == ["bytes", "crc32c"] else None
         steps = _steps({"index_codecs": codecs})
-        grid = _options(told.get("chunk_grid"), "regular")
-        if dtype is None or names is None or grid is None or told.get("zarr_format") != 3:
+        grid = _options(metadata.get("chunk_grid"), "regular")
+        if dtype is None or names is None or grid is None or metadata.get("zarr_format") != 3:
             return None
         if steps not in (["bytes"], ["bytes", "zstd"]):
             return None
-        shape, chunk = _shapes(where, told.get("shape"), grid.get("chunk_shape"))
+        shape, chunk = _shapes(where, metadata.get("shape"), grid.get("chunk_shape"))
         inner = None
         if index is not None:
             inner = _shapes(where, list(chunk), index.get("chunk_shape"))[1]
@@ -340,9 +340,9 @@ def _piece(
     return StoredPiece(Piece(Box(lo, hi), 0, row_major(chunk)), extent)
 
 
-def _shapes(where: str, *given: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _shapes(where: str, *shapes: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the shape of an array and of its chunks."""
-    shape, chunk = (tuple(each) if isinstance(each, list) else None for each in given)
+    shape, chunk = (tuple(each) if isinstance(each, list) else None for each in shapes)
     if not is_shape(shape) or not is_shape(chunk) or len(shape) != len(chunk) or 0 in chunk:
         raise FormatError(f"{where}: the array has no shape and chunks")
     if prod(size or 1 for size in shape) >= ELEMENTS or prod(chunk) >= ELEMENTS:

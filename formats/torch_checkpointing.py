@@ -53,9 +53,9 @@ def read(reader: Reader) -> Catalog:
     """
     size = reader.size(METADATA)
     check("pickle_bytes", size, METADATA)
-    told = load(reader.read(METADATA, 0, size), METADATA)
+    metadata = load(reader.read(METADATA, 0, size), METADATA)
     folder = _Folder(reader, Nest(METADATA, size), _files(reader))
-    sharded = _dict(_dict(told, METADATA).get("metadata"), "metadata")
+    sharded = _dict(_dict(metadata, METADATA).get("metadata"), "metadata")
     items = {str(key): _tensors(str(key), value) for key, value in sharded.items()}
     tree: dict[Key, Tree] = {}
     for item in dict.fromkeys((*items, *folder.files)):
@@ -105,16 +105,16 @@ def _layout(where: str, data: Mapping[object, object]) -> Layout:
         tuple(found) if isinstance(found, list | tuple) else found
         for found in (data.get("global_shape"), mesh.get("mesh_shape"), mesh.get("mesh_data"))
     )
-    given = data.get("placements")
+    declared = data.get("placements")
     if not (is_shape(shape) and is_shape(sizes) and isinstance(ranks, tuple)):
         raise FormatError(f"{where} has no shape and mesh")
     if not all(type(rank) is int and 0 <= rank < RANKS for rank in ranks) or (
         len(sizes) > AXES or len(set(ranks)) < len(ranks)
     ):
         raise FormatError(f"{where} has a mesh that is not made of ranks")
-    if not isinstance(given, list) or len(given) != len(sizes):
+    if not isinstance(declared, list) or len(declared) != len(sizes):
         raise FormatError(f"{where} has not a placement for each axis of its mesh")
-    placements = tuple(_placement(where, _dict(each, where)) for each in given)
+    placements = tuple(_placement(where, _dict(each, where)) for each in declared)
     try:
         names = [f"axis_{at}" for at in range(len(sizes))]
         return Layout(shape, Mesh.of_ranks(names, sizes, ranks), placements)

@@ -257,12 +257,12 @@ def read_pickles(reader: Reader, name: str) -> Catalog:
             f"{name}: {size - loaded.end} bytes follow its pickle: there are several, or joblib "
             "wrote it; load it with the library that wrote it, and save it with torch.save"
         )
-    held = loaded if row is None else row
-    storages = LegacyStorages(reader, name, size, held.storages, held.end)
-    if row is None and held.storages:
+    value = loaded if row is None else row
+    storages = LegacyStorages(reader, name, size, value.storages, value.end)
+    if row is None and value.storages:
         raise FormatError(f"{name}: the pickle refers to storages outside of it")
-    nest = Nest(name, held.end)
-    tree = nest.tree(held.value, (), storages)
+    nest = Nest(name, value.end)
+    tree = nest.tree(value.value, (), storages)
     kind = PLAIN_PICKLE if row is None else LEGACY
     return Catalog(kind, nest.tensors, tree, (FileRecord(name, size),), nest.aliases)
 

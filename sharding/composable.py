@@ -82,14 +82,14 @@ def fully_shard(
         "forward_prefetch": forward_prefetch,
     }
     if policy is not None:
-        given = shared | {
+        arguments = shared | {
             "process_group": groups,
             "strategy": strategy,
             "mixed_precision": mixed_precision,
             "cpu_offload": cpu_offload,
             "ignored_states": list(ignored.parameters),
         }
-        wrap_inside(module, policy, fully_shard, given, ignored, hybrid)
+        wrap_inside(module, policy, fully_shard, arguments, ignored, hybrid)
     settings = FlatSettings(
         strategy=settled,
         groups=hybrid,

@@ -248,8 +248,8 @@ def cause_without_secrets(error: BaseException) -> BaseException | None:
     for _ in range(16):
         if at is None:
             return error
-        said = str(at)
-        if without_secrets(said) != said:
+        text = str(at)
+        if without_secrets(text) != text:
             return None
         at = at.__cause__ or at.__context__
     return None

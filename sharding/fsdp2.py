@@ -385,16 +385,16 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     setattr(module, method_name, MethodType(as_forward, module))
 
 
-def reshard_setting(given: bool | int | None, size: int) -> bool | int | None:
+def reshard_setting(value: bool | int | None, size: int) -> bool | int | None:
     """Returns the setting, checked: a number must divide the number of ranks that share."""
-    if given is None or isinstance(given, bool):
-        return given
-    if given < 1 or size % given:
+    if value is None or isinstance(value, bool):
+        return value
+    if value < 1 or size % value:
         raise ArgumentError(
-            f"reshard_after_forward={given} does not divide the {size} ranks that the module is "
+            f"reshard_after_forward={value} does not divide the {size} ranks that the module is "
             "sharded over; pass True, False, None or a divisor"
         )
-    return {1: False, size: True}.get(given, given)
+    return {1: False, size: True}.get(value, value)
 
 
 def _unit(module: object) -> Unit:

@@ -287,22 +287,22 @@ def check_settings(kind: object, config: object, optim_config: object) -> StateD
     )
 
 
-def member_of(kind: type[EnumT], given: object) -> EnumT:
+def member_of(kind: type[EnumT], value: object) -> EnumT:
     """Returns a member of our enum, for itself or for torch's member of the same name."""
-    if isinstance(given, kind):
-        return given
-    if isinstance(given, Enum) and type(given).__name__ == kind.__name__:
-        return kind[given.name]
-    raise ArgumentTypeError(f"expected a {kind.__name__}, but got {given!r} of {type(given)}")
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, Enum) and type(value).__name__ == kind.__name__:
+        return kind[value.name]
+    raise ArgumentTypeError(f"expected a {kind.__name__}, but got {value!r} of {type(value)}")
 
 
-def _take_over(what: str, wanted: type[ConfigT], given: object) -> ConfigT:
+def _take_over(what: str, wanted: type[ConfigT], config: object) -> ConfigT:
     """Returns our configuration: the given one, torch's values in ours, or the default for None."""
-    if given is None:
+    if config is None:
         return wanted()
-    if type(given) is wanted:
-        return given
-    if type(given).__name__ != wanted.__name__:
-        raise MisuseError(f"Expected {what} of type {wanted} but got {type(given)}")
-    names = [field.name for field in fields(wanted) if hasattr(given, field.name)]
-    return wanted(**{name: getattr(given, name) for name in names})
+    if type(config) is wanted:
+        return config
+    if type(config).__name__ != wanted.__name__:
+        raise MisuseError(f"Expected {what} of type {wanted} but got {type(config)}")
+    names = [field.name for field in fields(wanted) if hasattr(config, field.name)]
+    return wanted(**{name: getattr(config, name) for name in names})

@@ -543,7 +543,7 @@ MUTATIONS = (
     ),
     Mutation(
         "redistribute: a sender waits until its messages are read",
-        "        self._send_and_receive(told, notes)  # the answers\n",
+        "        self._send_and_receive(received, notes)  # the answers\n",
         "",
         "sharding/redistribute",
     ),
@@ -561,7 +561,7 @@ MUTATIONS = (
     ),
     Mutation(
         "live: memory that a reader holds is told after an update that failed, too",
-        "slot.held, slot.version = max(slot.held, held), None",
+        "slot.held, slot.version = max(slot.held, dropped), None",
         "slot.version = None",
         "live/publish",
     ),
@@ -573,8 +573,8 @@ MUTATIONS = (
     ),
     Mutation(
         "reads: tensors of one geometry lie at places of their own",
-        "lo=one.lo + by, hi=one.hi + by",
-        "lo=one.lo, hi=one.hi",
+        "lo=piece.lo + by, hi=piece.hi + by",
+        "lo=piece.lo, hi=piece.hi",
         "ckpt/transfer",
     ),
     Mutation(
@@ -657,8 +657,8 @@ MUTATIONS = (
     ),
     Mutation(
         "live: a second retirement waits no longer",
-        "deadline = min(deadline, one.deadline)",
-        "deadline = max(deadline, one.deadline)",
+        "deadline = min(deadline, row.deadline)",
+        "deadline = max(deadline, row.deadline)",
         "live/table",
     ),
     Mutation(
@@ -669,8 +669,8 @@ MUTATIONS = (
     ),
     Mutation(
         "live: a retired version has no files",
-        "if one is None or size is None or is_retired:",
-        "if one is None or size is None:",
+        "if row is None or size is None or is_retired:",
+        "if row is None or size is None:",
         "live/table",
     ),
     Mutation(
@@ -693,8 +693,8 @@ MUTATIONS = (
     ),
     Mutation(
         "run: a metric that is NaN is never the best",
-        "known = [one for one in steps if not math.isnan(one.metrics.get(metric, math.nan))]",
-        "known = [one for one in steps if metric in one.metrics]",
+        "known = [step for step in steps if not math.isnan(step.metrics.get(metric, math.nan))]",
+        "known = [step for step in steps if metric in step.metrics]",
         "run/retention",
     ),
     Mutation(
@@ -753,7 +753,7 @@ MUTATIONS = (
     ),
     Mutation(
         "mapping: tensors of one rule must have one dtype",
-        "other = next((one for one in others if one.dtype != first.dtype), None)",
+        "other = next((member for member in others if member.dtype != first.dtype), None)",
         "other = None",
         "mapping/apply",
     ),

@@ -377,9 +377,9 @@ def dtype_pair(text: str) -> Pair:
     return pattern or "*", dtype
 
 
-def dtypes_of(given: Sequence[Pair] | None) -> dict[str, DtypeName | None]:
+def dtypes_of(pairs: Sequence[Pair] | None) -> dict[str, DtypeName | None]:
     """The dtypes by pattern; that for all other names last."""
-    ordered = sorted(by_first(given, "--dtype").items(), key=lambda pair: pair[0] == "*")
+    ordered = sorted(by_first(pairs, "--dtype").items(), key=lambda pair: pair[0] == "*")
     return {
         pattern: None if dtype == "keep" else cast(DtypeName, dtype) for pattern, dtype in ordered
     }

@@ -55,24 +55,24 @@ def run(options: Options) -> int:
     storage = mapping(options.storage_options)
     found = []
     with progress("cp", partial(nbytes_of, options.src, storage), options.quiet) as advance:
-        for one in copy(
+        for step in copy(
             options.src,
             options.dst,
             progress=advance,
             storage_options=storage,
             dst_storage_options=mapping(options.dst_storage_options),
         ):
-            found.append(one)
+            found.append(step)
             if not (options.quiet or options.as_json):
-                what = "copied and checked" if one.copied_bytes else "is there"
-                said = f"{count(one.files, 'file')}, {size(one.nbytes)}; "
-                print(f"{place(one.url)}: {said}{colour(what, 'sound')}")
+                what = "copied and checked" if step.copied_bytes else "is there"
+                text = f"{count(step.files, 'file')}, {size(step.nbytes)}; "
+                print(f"{place(step.url)}: {text}{colour(what, 'sound')}")
     if options.as_json:
-        rows = [asdict(one) for one in found]
+        rows = [asdict(step) for step in found]
         print(json_text({"src": options.src, "dst": options.dst, "checkpoints": rows}))
     elif not options.quiet and len(found) > 1:
-        copied = sum(one.copied_bytes > 0 for one in found)
-        total = size(sum(one.copied_bytes for one in found))
+        copied = sum(step.copied_bytes > 0 for step in found)
+        total = size(sum(step.copied_bytes for step in found))
         there = f", {len(found) - copied:,} were there" if len(found) > copied else ""
         print(f"{printable(place(options.dst))}: {count(copied, 'checkpoint')}, {total}{there}")
     return ExitCode.FINE

@@ -234,7 +234,7 @@ def _lines(found: Comparison, is_verbose: bool) -> Iterator[str]:
         yield f"B is {place(found.b)}"
     most = None if is_verbose else SHOWN_DIFFERENCES
     random = [tensor for tensor in found.tensors if is_random(tensor.name)]
-    others = [one for one in found.tensors if not is_random(one.name)]
+    others = [difference for difference in found.tensors if not is_random(difference.name)]
     parts = (
         [colour(f"- {printable(name)}: only in A", "removed") for name in found.only_a],
         [colour(f"+ {printable(name)}: only in B", "added") for name in found.only_b],
@@ -243,7 +243,7 @@ def _lines(found: Comparison, is_verbose: bool) -> Iterator[str]:
             for other in sorted(others, key=size_order)
         ],
         [_value_line(value) for value in found.values],
-        [_structure_line(one) for one in found.structure],
+        [_structure_line(difference) for difference in found.structure],
     )
     for lines in parts:
         yield from lines[:most]
@@ -252,7 +252,7 @@ def _lines(found: Comparison, is_verbose: bool) -> Iterator[str]:
     if len(others) >= SHOWN_MODULES // 2:
         yield from _module_lines(others, found.equal_tensors)
     if random:
-        which = format_names([one.name for one in random], SHOWN_NAMES)
+        which = format_names([difference.name for difference in random], SHOWN_NAMES)
         yield f"random states, which differ at each step: {printable(which)}"
     for note in (*found.notes, *_prefix_notes(found)):
         yield f"note: {printable(note)}"
@@ -261,17 +261,19 @@ def _lines(found: Comparison, is_verbose: bool) -> Iterator[str]:
 
 def _largest(differing: Sequence[TensorDifference]) -> TensorDifference:
     """Returns the largest difference; that of a single number, such as a step, only if need be."""
-    return max(differing, key=lambda one: (one.elements > 1, one.max_abs))
+    return max(differing, key=lambda difference: (difference.elements > 1, difference.max_abs))
 
 
-def _structure_line(one: StructureDifference) -> str:
-    name = printable(one.name) or "the whole"
-    return colour(f"! {name}: {printable(one.a)} in A, {printable(one.b)} in B", "changed")
+def _structure_line(difference: StructureDifference) -> str:
+    name = printable(difference.name) or "the whole"
+    return colour(
+        f"! {name}: {printable(difference.a)} in A, {printable(difference.b)} in B", "changed"
+    )
 
 
 def _module_lines(differing: Sequence[TensorDifference], equal: Sequence[str]) -> Iterator[str]:
     """Yields the sums by module, with at most `SHOWN_MODULES` modules."""
-    names = [one.name.split(".") for one in differing]
+    names = [difference.name.split(".") for difference in differing]
     depth = next(
         (n for n in (3, 2) if len({tuple(name[:n]) for name in names}) <= SHOWN_MODULES), 1
     )
@@ -281,13 +283,13 @@ def _module_lines(differing: Sequence[TensorDifference], equal: Sequence[str]) -
 
     same = Counter(map(module, equal))
     modules: dict[str, list[TensorDifference]] = {}
-    for one in differing:
-        modules.setdefault(module(one.name), []).append(one)
+    for difference in differing:
+        modules.setdefault(module(difference.name), []).append(difference)
     rows = [
         (
             f"  {printable(name)}",
             f"{len(ones):,} of {len(ones) + same[name]:,}",
-            f"{sum(one.differing for one in ones):,}",
+            f"{sum(difference.differing for difference in ones):,}",
             f"{_largest(ones).max_abs:.6g}",
         )
         for name, ones in modules.items()

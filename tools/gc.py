@@ -72,13 +72,13 @@ def run(options: Options) -> int:
             f"{options.url}: there is no such folder{similar_path(options.url)}"
         )
     if options.as_json:
-        print(json_text({"url": options.url, "left_overs": [asdict(one) for one in found]}))
+        print(json_text({"url": options.url, "left_overs": [asdict(file) for file in found]}))
         return ExitCode.FINE
     if options.quiet:
         return ExitCode.FINE
     rows = [
-        (printable(_path(one)), one.kind, size(one.nbytes), age(one.age_seconds), _state(one))
-        for one in found
+        (printable(_path(file)), file.kind, size(file.nbytes), age(file.age_seconds), _state(file))
+        for file in found
     ]
     for line in columns([("NAME", "KIND", "SIZE", "AGE", "STATE"), *rows], right=[2, 3]):
         if rows:
@@ -89,24 +89,22 @@ def run(options: Options) -> int:
     return ExitCode.FINE
 
 
-def _path(one: LeftOver) -> str:
-    return f"{one.folder}/{one.name}".rstrip("/")
+def _path(file: LeftOver) -> str:
+    return f"{file.folder}/{file.name}".rstrip("/")
 
 
-def _state(one: LeftOver) -> str:
-    if one.was_removed:
+def _state(file: LeftOver) -> str:
+    if file.was_removed:
         return "removed"
-    return "left over" if one.is_old else "young: perhaps being saved"
+    return "left over" if file.is_old else "young: perhaps being saved"
 
 
 def _sum(found: Sequence[LeftOver], options: Options) -> str:
-    counted = [one for one in found if (one.was_removed if options.delete else one.is_old)]
+    counted = [file for file in found if (file.was_removed if options.delete else file.is_old)]
     total = f"{count(len(counted), 'left-over')}{' removed' if options.delete else ''}"
     hint = "; --delete removes them" if counted and not options.delete else ""
-    young = sum(not one.is_old for one in found)
-    return (
-        f"{total}, {size(sum(one.nbytes for one in counted))}{hint}{_describe_kept(young, options)}"
-    )
+    young, nbytes = sum(not file.is_old for file in found), sum(file.nbytes for file in counted)
+    return f"{total}, {size(nbytes)}{hint}{_describe_kept(young, options)}"
 
 
 def _describe_kept(young: int, options: Options) -> str:

@@ -55,7 +55,7 @@ def run(options: Options) -> int:
     found = []
     for url in options.checkpoints:
         with progress("id", lambda url=url: tensor_bytes(url, storage)) as advance:  # type: ignore[misc]
-            one = identity(
+            checkpoint = identity(
                 url,
                 select=options.select,
                 include=options.include,
@@ -63,11 +63,13 @@ def run(options: Options) -> int:
                 progress=advance,
                 storage_options=storage,
             )
-        found.append({"checkpoint": url, "digest": one.digest, "tensors": one.tensors})
+        found.append(
+            {"checkpoint": url, "digest": checkpoint.digest, "tensors": checkpoint.tensors}
+        )
         if not options.as_json:
-            for name, digest in one.tensors.items() if options.verbose else ():
+            for name, digest in checkpoint.tensors.items() if options.verbose else ():
                 print(f"{digest}  {printable(name)}")
-            print(f"{one.digest}  {printable(place(url))}")
+            print(f"{checkpoint.digest}  {printable(place(url))}")
     if options.as_json:
         print(json_text(found))
     return ExitCode.FINE

@@ -119,8 +119,8 @@ def run(options: Options) -> int:
         from tools.page import check_may_write
 
         check_may_write(options.html)
-    told = mapping(options.storage_options)
-    with open_source(options.url, told) as source:
+    settings = mapping(options.storage_options)
+    with open_source(options.url, settings) as source:
         catalog = source.catalog
         values = by_name(plain_values(catalog.tree), source.url)
         names = by_name([*catalog.tensors.items(), *values.items()], source.url)
@@ -129,7 +129,7 @@ def run(options: Options) -> int:
         chosen = _chosen(options.patterns)
         values = {name: value for name, value in values.items() if chosen(name)}
         if options.html is not None:
-            _write_page(options.html, source, told)
+            _write_page(options.html, source, settings)
         elif options.as_json:
             print(json_text(_describe(options.url, catalog, values, chosen)))
         else:
@@ -138,11 +138,11 @@ def run(options: Options) -> int:
     return ExitCode.FINE
 
 
-def _write_page(path: str, source: Source, told: Mapping[str, object] | None) -> None:
+def _write_page(path: str, source: Source, settings: Mapping[str, object] | None) -> None:
     """Writes the page of a whole checkpoint, and prints its path."""
     from tools.page import chain_of, describe, write_page
 
-    chain = chain_of(source.url, source.catalog, told)
+    chain = chain_of(source.url, source.catalog, settings)
     wrong = file_problems(source.store.sizes(), source.catalog)
     write_page(path, describe(source.url, source.catalog, chain, wrong=wrong))
     print(printable(path))
@@ -216,8 +216,8 @@ def _metadata_lines(metadata: Mapping[str, str]) -> Iterator[str]:
         shown = date(text) if key in ("time", BEGAN) else numbers(metrics) or text
         yield f"  {printable(key)}:{'' if parts else f' {shorten(shown)}'}"
         for name, value in parts.items():
-            said = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-            yield f"    {printable(name)}: {shorten(said)}"
+            value_text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            yield f"    {printable(name)}: {shorten(value_text)}"
 
 
 def legend(layouts: Iterable[Layout | None]) -> Iterator[str]:
@@ -230,14 +230,14 @@ def legend(layouts: Iterable[Layout | None]) -> Iterator[str]:
       S(D)  each rank of the axis has a part of dimension D
     """
     known = {layout for layout in layouts if layout is not None}
-    kinds = {type(each) for one in known for each in one.placements}
-    if not any(one.mesh.size > 1 for one in known):
+    kinds = {type(each) for stored in known for each in stored.placements}
+    if not any(stored.mesh.size > 1 for stored in known):
         return
     name, number, placement = min(
         (printable(name), number, str(placement))
-        for one in known
+        for stored in known
         for name, number, placement in zip(
-            one.mesh.names, one.mesh.sizes, one.placements, strict=True
+            stored.mesh.names, stored.mesh.sizes, stored.placements, strict=True
         )
         if number > 1
     )
@@ -290,8 +290,8 @@ def _rows(branch: _Branch, level: int, depth: int | None) -> Iterator[tuple[str,
         if child.cells is not None:
             yield (label, *child.cells)
         else:
-            held = count(child.tensors, "tensor") if child.tensors else ""
-            yield (label, "", held, size(child.nbytes) if child.tensors else "", "")
+            tensors = count(child.tensors, "tensor") if child.tensors else ""
+            yield (label, "", tensors, size(child.nbytes) if child.tensors else "", "")
         if depth is None or level + 1 < depth:
             yield from _rows(child, level + 1, depth)
 

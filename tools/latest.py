@@ -60,11 +60,11 @@ def run(options: Options) -> int:
 
     found, skipped = newest_sound(options.url, options.verify, mapping(options.storage_options))
     if options.as_json:
-        told = [asdict(one) for one in skipped]
-        print(json_text({"url": options.url, "latest": found, "skipped": told}))
+        rows = [asdict(step) for step in skipped]
+        print(json_text({"url": options.url, "latest": found, "skipped": rows}))
         return ExitCode.FINE
-    for one in skipped:
-        tell(f"ckpt: skipped: {printable(one.message)}")
+    for step in skipped:
+        tell(f"ckpt: skipped: {printable(step.message)}")
     _print_path(found)
     return ExitCode.FINE
 

@@ -115,20 +115,20 @@ def run(options: Options) -> int:
     """Prints the list. Raises NotACheckpointError if there is nothing to list."""
     from ckpt.opening.sources import open_source
 
-    told = mapping(options.storage_options)
+    settings = mapping(options.storage_options)
     try:
-        rows = _list_at_once(options.url, told)
+        rows = _list_at_once(options.url, settings)
         if rows is not None:
             return _print_rows(options, rows)
-        with open_source(options.url, told) as source:
+        with open_source(options.url, settings) as source:
             catalog = source.catalog
             signs = (MANIFEST,) if catalog.weights else (MANIFEST, DCP_METADATA)
-            if catalog.format == "ckpt" or not _has_checkpoints(options.url, told, signs):
+            if catalog.format == "ckpt" or not _has_checkpoints(options.url, settings, signs):
                 _print_tensors(options, catalog)
                 return ExitCode.FINE
-            rows = list(_checkpoints(options.url, told))
+            rows = list(_checkpoints(options.url, settings))
     except (NotACheckpointError, FormatError):
-        rows = list(_checkpoints(options.url, told))
+        rows = list(_checkpoints(options.url, settings))
         if not rows:
             raise
     return _print_rows(options, rows)
@@ -230,7 +230,7 @@ def _print_tensors(options: Options, catalog: Catalog) -> None:
 
 
 def _has_checkpoints(
-    url: str, told: Mapping[str, object] | None, signs: Sequence[str] = (MANIFEST, DCP_METADATA)
+    url: str, settings: Mapping[str, object] | None, signs: Sequence[str] = (MANIFEST, DCP_METADATA)
 ) -> bool:
     """Whether a place is a folder of checkpoints, in which a converted file may lie too.
 
@@ -239,23 +239,23 @@ def _has_checkpoints(
     from ckpt.stores.store import is_file, open_store
     from ckpt.transfer.facts import step_of
 
-    if is_file(url, told):
+    if is_file(url, settings):
         return False
-    with open_store(url, told) as store:
+    with open_store(url, settings) as store:
         return any(
             step_of(name) is not None or not set(signs).isdisjoint(store.entries(name))
             for name in store.folders()
         )
 
 
-def _checkpoints(url: str, told: Mapping[str, object] | None) -> Iterator[Row]:
+def _checkpoints(url: str, settings: Mapping[str, object] | None) -> Iterator[Row]:
     """Yields the checkpoints directly in a folder, by name, with numbers in names by value."""
     from ckpt.stores.store import is_file, join_url, open_store
     from ckpt.transfer.facts import pins_in
 
-    if is_file(url, told):
+    if is_file(url, settings):
         return
-    with open_store(url, told) as store:
+    with open_store(url, settings) as store:
         files = [
             name
             for name in store.names()
@@ -264,12 +264,12 @@ def _checkpoints(url: str, told: Mapping[str, object] | None) -> Iterator[Row]:
         names = sorted([*files, *store.folders()], key=natural)
         pins = pins_in(store.names())
     for name in names:
-        row = _row(join_url(url, name), name, told)
+        row = _row(join_url(url, name), name, settings)
         if row is not None:
             yield row if row.step not in pins else replace(row, pins=pins[row.step])
 
 
-def _list_at_once(url: str, told: Mapping[str, object] | None) -> list[Row] | None:
+def _list_at_once(url: str, settings: Mapping[str, object] | None) -> list[Row] | None:
     """Returns the checkpoints in a folder of a bucket, by a listing of all files and the index.
 
     Opens one checkpoint of several with the same tensors, and each that is not whole. Returns None
@@ -281,7 +281,7 @@ def _list_at_once(url: str, told: Mapping[str, object] | None) -> list[Row] | No
 
     if local_path(url) is not None:
         return None
-    with open_store(url, told) as store:
+    with open_store(url, settings) as store:
         found = checkpoints_in(store)
     if found.files is None or not found.facts or MANIFEST in found.files[""]:
         return None
@@ -297,7 +297,7 @@ def _list_at_once(url: str, told: Mapping[str, object] | None) -> list[Row] | No
         is_whole, needed = 0 < sum(sizes) == stored_bytes, {base.folder for base in bases}
         model = None if facts is None else alike.get(facts.structure)
         if facts is None or model is None or not is_whole or not needed <= found.facts.keys():
-            row = _row(join_url(url, name), name, told)
+            row = _row(join_url(url, name), name, settings)
             if facts is not None and facts.structure and row is not None and is_whole:
                 alike[facts.structure] = row
         else:
@@ -312,18 +312,18 @@ def _list_at_once(url: str, told: Mapping[str, object] | None) -> list[Row] | No
     ]
 
 
-def _row(url: str, name: str, told: Mapping[str, object] | None) -> Row | None:
+def _row(url: str, name: str, settings: Mapping[str, object] | None) -> Row | None:
     """Returns the row of a place; None unless it is a checkpoint, or an unfinished one."""
     from ckpt.loading.newest import Committed
     from ckpt.opening.sources import open_source
     from ckpt.stores.store import open_store
 
     try:
-        with open_source(url, told, with_advice=False) as source:
+        with open_source(url, settings, with_advice=False) as source:
             catalog, wrong = source.catalog, file_problems(source.store.sizes(), source.catalog)
             gone = [base for base in catalog.bases if not _is_there(source.store, base)]
     except NotACheckpointError:
-        with open_store(url, told) as store:
+        with open_store(url, settings) as store:
             begun = any(_SHARD.fullmatch(file) for file in store.names())
         return Row(name, "ckpt", 0, 0, 0, "", "", "unfinished") if begun else None
     except FormatError as error:
@@ -346,13 +346,15 @@ def _row_of(
     """Returns the row of a checkpoint of a format."""
     from ckpt.run.steps import STEP, run_step
 
-    found, metadata, said = run_step(committed), committed.metadata, dict[str, Any]()
+    found, metadata, values = run_step(committed), committed.metadata, dict[str, Any]()
     if found is not None and STEP in metadata:
-        said = {"step": found.step, "age_seconds": time.time() - found.time}
-        said |= {"metrics": found.metrics, "program": found.program}
-        said |= {"nonfinite": found.nonfinite}
+        values = {"step": found.step, "age_seconds": time.time() - found.time}
+        values |= {"metrics": found.metrics, "program": found.program}
+        values |= {"nonfinite": found.nonfinite}
     world_size, saved = metadata.get("world_size", ""), metadata.get("time", "")
-    return Row(committed.name, kind, tensors, parameters, nbytes, world_size, saved, state, **said)
+    return Row(
+        committed.name, kind, tensors, parameters, nbytes, world_size, saved, state, **values
+    )
 
 
 def _is_there(reader: Reader, base: str) -> bool:

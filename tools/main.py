@@ -116,7 +116,7 @@ class _CommandParser(_Parser):
             self._is_intermixed = False
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
-            meant = next((_meant(one.partition("=")[0], flags) for one in unknown), "")
+            meant = next((_meant(word.partition("=")[0], flags) for word in unknown), "")
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         return found, []
 
@@ -236,15 +236,15 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("-V", "--version", action="version", version=f"ckpt {__version__}")
     commands = found.add_subparsers(metavar="COMMAND", required=True, parser_class=_CommandParser)
     for command in _COMMANDS:
-        one = commands.add_parser(
+        subparser = commands.add_parser(
             command.name,
             help=command.help.summary,
             description=command.help.description,
             epilog=command.help.epilog,
             formatter_class=raw,
         )
-        command.add_arguments(one)
-        one.set_defaults(command=command, parser=one)
+        command.add_arguments(subparser)
+        subparser.set_defaults(command=command, parser=subparser)
     return found
 
 

@@ -38,7 +38,7 @@ class MappingOption:
 def add_name_changes(parser: ArgumentParser, whose: str) -> None:
     """Declares the options; `whose` are the names that they change."""
     add = parser.add_argument
-    for flag, is_inverse, said in (
+    for flag, is_inverse, help_text in (
         ("--map", False, "change names and shapes by a mapping: llama-hf-megatron, auto, a file"),
         ("--inverse-map", True, "the same from the right of the mapping to its left"),
     ):
@@ -48,7 +48,7 @@ def add_name_changes(parser: ArgumentParser, whose: str) -> None:
             action="append",
             type=partial(MappingOption, is_inverse=is_inverse),
             metavar="NAME|FILE",
-            help=f"{said}; repeatable, in turn",
+            help=f"{help_text}; repeatable, in turn",
         )
     add(
         "--set",
@@ -116,12 +116,12 @@ def _rename(text: str) -> Pair:
 
 def add_name_patterns(parser: ArgumentParser) -> None:
     """Declares both; their values are `include` and `exclude` of the library."""
-    for flag, said in (("--include", "only these names"), ("--exclude", "not these names")):
+    for flag, help_text in (("--include", "only these names"), ("--exclude", "not these names")):
         parser.add_argument(
             flag,
             action="append",
             metavar="PATTERN",
-            help=f"{said}; has * and ?, or is /a regular expression/; has to match a name; "
+            help=f"{help_text}; has * and ?, or is /a regular expression/; has to match a name; "
             "repeatable",
         )
 

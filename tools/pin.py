@@ -69,8 +69,8 @@ def run(options: Options) -> int:
     with open_store(above, storage) as store:
         pins = pins_in(store.names()).get(step, ())
     if options.remove:
-        said = ", ".join(pins) if pins else "none"
-        raise ValueError(f"{place(options.url)}: give the name of the pin; it has {said}")
+        text = ", ".join(pins) if pins else "none"
+        raise ValueError(f"{place(options.url)}: give the name of the pin; it has {text}")
     for pin in pins:
         print(pin)
     return ExitCode.FINE

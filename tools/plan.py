@@ -131,15 +131,24 @@ def _lines(options: Options, source: Source, found: Sequence[RankReads]) -> list
     tensors = source.catalog.tensors
     whole = sum(record.nbytes for record in tensors.values())
     rows = [["rank", "tensors", "holds", "reads", "requests", "files"]]
-    for one in found:
-        held, read = size(one.wanted_bytes), size(one.read_bytes)
+    for reads in found:
+        wanted, read = size(reads.wanted_bytes), size(reads.read_bytes)
         rows.append(
-            [str(one.rank), f"{one.tensors:,}", held, read, f"{one.requests:,}", f"{one.files:,}"]
+            [
+                str(reads.rank),
+                f"{reads.tensors:,}",
+                wanted,
+                read,
+                f"{reads.requests:,}",
+                f"{reads.files:,}",
+            ]
         )
     if options.bandwidth:
-        for row, told in zip(rows, ["seconds", *_seconds(options.bandwidth, found)], strict=True):
-            row.append(told)
-    slowest = max(found, key=lambda one: one.read_bytes)
+        for row, seconds in zip(
+            rows, ["seconds", *_seconds(options.bandwidth, found)], strict=True
+        ):
+            row.append(seconds)
+    slowest = max(found, key=lambda reads: reads.read_bytes)
     last = f"rank {slowest.rank} reads most: {size(slowest.read_bytes)}"
     if len(found) < options.world_size:
         last += f" of the {count(len(found), 'rank')} above; --ranks all plans every rank"
@@ -154,14 +163,14 @@ def _lines(options: Options, source: Source, found: Sequence[RankReads]) -> list
 
 
 def _seconds(bandwidth: int, found: Sequence[RankReads]) -> list[str]:
-    return [f"{one.read_bytes / bandwidth:.3g}" for one in found]
+    return [f"{rank.read_bytes / bandwidth:.3g}" for rank in found]
 
 
 def _describe(options: Options, source: Source, found: Sequence[RankReads]) -> dict[str, object]:
-    ranks = [asdict(one) for one in found]
+    ranks = [asdict(rank) for rank in found]
     if options.bandwidth:
-        for one in ranks:
-            one["seconds"] = one["read_bytes"] / options.bandwidth
+        for rank in ranks:
+            rank["seconds"] = rank["read_bytes"] / options.bandwidth
     return {
         "url": options.url,
         "format": source.catalog.format,

@@ -152,7 +152,7 @@ def _is_newest(url: str, storage: Mapping[str, object] | None) -> bool:
 
     above, name = split_url(url.rstrip("/"))
     with suppress(CkptError, FormatError, OSError):
-        return [one.name for one in list_committed(above, storage)[:1]] == [name]
+        return [checkpoint.name for checkpoint in list_committed(above, storage)[:1]] == [name]
     return False
 
 

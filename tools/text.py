@@ -102,7 +102,7 @@ def numbers(metrics: Mapping[str, float]) -> str:
     >>> numbers({"loss": 3.612345678, "tokens": 120000})
     'loss=3.61235, tokens=120,000'
     """
-    return ", ".join(f"{printable(name)}={_number_text(one)}" for name, one in metrics.items())
+    return ", ".join(f"{printable(name)}={_number_text(value)}" for name, value in metrics.items())
 
 
 def _number_text(number: float) -> str:

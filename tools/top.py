@@ -140,11 +140,11 @@ def _views(options: Options) -> Iterator[tuple[Sequence[Look], list[Checkpoint]]
     from ckpt.removing.gc import is_folder
     from ckpt.removing.progress_files import Watch
 
-    told = mapping(options.storage_options)
-    watch, looks = Watch(options.url, told), deque[Look](maxlen=LOOKS)
+    settings = mapping(options.storage_options)
+    watch, looks = Watch(options.url, settings), deque[Look](maxlen=LOOKS)
     looks.append(Look(time.monotonic(), watch.look()))
-    found = _checkpoints(options.url, told)
-    if not (looks[0].under_way or found or is_folder(options.url, told)):
+    found = _checkpoints(options.url, settings)
+    if not (looks[0].under_way or found or is_folder(options.url, settings)):
         raise NotACheckpointError(
             f"{options.url}: there is no such folder, and no conversion to it is under way; give "
             f"the folder of a run, or the target of a conversion{similar_path(options.url)}"
@@ -155,37 +155,39 @@ def _views(options: Options) -> Iterator[tuple[Sequence[Look], list[Checkpoint]]
         looks.append(Look(time.monotonic(), watch.look()))
         has_changed = _names(looks[-2]) != _names(looks[-1])  # a save has ended, or begun
         if has_changed or number % REREAD_EVERY == 0:
-            found = _checkpoints(options.url, told)
+            found = _checkpoints(options.url, settings)
 
 
 def _names(look: Look) -> set[tuple[str, str]]:
-    return {(one.name, one.attempt) for one in look.under_way}
+    return {(save.name, save.attempt) for save in look.under_way}
 
 
-def _checkpoints(url: str, told: Mapping[str, object] | None) -> list[Checkpoint]:
+def _checkpoints(url: str, settings: Mapping[str, object] | None) -> list[Checkpoint]:
     """Returns the last checkpoints of a folder, newest first."""
     from ckpt.loading.newest import list_committed
     from ckpt.stores.store import is_file, join_url, open_store
 
-    if is_file(url, told):
+    if is_file(url, settings):
         return []
     found = []
-    for one in list_committed(url, told)[:CHECKPOINTS_SHOWN]:
-        with open_store(join_url(url, one.name), told) as store:
-            found.append(_checkpoint(one, sum(store.sizes().values())))
+    for checkpoint in list_committed(url, settings)[:CHECKPOINTS_SHOWN]:
+        with open_store(join_url(url, checkpoint.name), settings) as store:
+            found.append(_checkpoint(checkpoint, sum(store.sizes().values())))
     return found
 
 
-def _checkpoint(one: Committed, nbytes: int) -> Checkpoint:
+def _checkpoint(committed: Committed, nbytes: int) -> Checkpoint:
     from formats.native.manifest import SAVE_SECONDS, STAGED_SECONDS
 
-    took = _seconds(one.metadata.get(SAVE_SECONDS))
-    staged = _seconds(one.metadata.get(STAGED_SECONDS))
+    took = _seconds(committed.metadata.get(SAVE_SECONDS))
+    staged = _seconds(committed.metadata.get(STAGED_SECONDS))
     ended = None
     with suppress(ValueError):
-        ended = float(timegm(time.strptime(one.time, _TIME_FORMAT)))
-    ranks = one.metadata.get("world_size", "")
-    return Checkpoint(one.name, nbytes, ranks, ended, took, took if staged is None else staged)
+        ended = float(timegm(time.strptime(committed.time, _TIME_FORMAT)))
+    ranks = committed.metadata.get("world_size", "")
+    return Checkpoint(
+        committed.name, nbytes, ranks, ended, took, took if staged is None else staged
+    )
 
 
 def _seconds(text: str | None) -> float | None:
@@ -217,13 +219,15 @@ def _lines(
 ) -> Iterator[str]:
     """Yields the view for people."""
     known, under_way = _rates(looks), looks[-1].under_way
-    later = [_later(one, checkpoints) for one in under_way]
+    later = [_later(save, checkpoints) for save in under_way]
     yield f"{place(options.url)} at {time.strftime('%H:%M:%S')}"
     if all(later):
         yield "nothing is under way"
-    for one, name in list(zip(under_way, later, strict=True))[:ATTEMPTS_SHOWN]:
+    for save, name in list(zip(under_way, later, strict=True))[:ATTEMPTS_SHOWN]:
         lines = (
-            _attempt_lines(options, one, known) if name is None else [_describe_outdated(one, name)]
+            _attempt_lines(options, save, known)
+            if name is None
+            else [_describe_outdated(save, name)]
         )
         yield from ("", *lines)
     if len(under_way) > ATTEMPTS_SHOWN:
@@ -234,47 +238,47 @@ def _lines(
         yield from columns([head, *map(_cells, checkpoints)], right=[1, 2, 3, 4, 5])
 
 
-def _cells(one: Checkpoint) -> tuple[str, ...]:
+def _cells(checkpoint: Checkpoint) -> tuple[str, ...]:
     return (
-        printable(one.name),
-        size(one.bytes),
-        printable(one.world_size or "-"),
-        "-" if one.committed is None else age(time.time() - one.committed),
-        _time(one.save_seconds),
-        _time(one.stall_seconds),
+        printable(checkpoint.name),
+        size(checkpoint.bytes),
+        printable(checkpoint.world_size or "-"),
+        "-" if checkpoint.committed is None else age(time.time() - checkpoint.committed),
+        _time(checkpoint.save_seconds),
+        _time(checkpoint.stall_seconds),
     )
 
 
-def _later(one: UnderWay, checkpoints: Sequence[Checkpoint]) -> str | None:
+def _later(save: UnderWay, checkpoints: Sequence[Checkpoint]) -> str | None:
     """Returns a checkpoint that was committed after the last write of one without a manifest.
 
     A run saves in order, so these files belong to a removal under way or to a killed save.
     """
-    is_whole = one.attempt and all(file.phase == "written" for file in one.files)
-    if not is_whole or one.is_committing or not one.changed:
+    is_whole = save.attempt and all(file.phase == "written" for file in save.files)
+    if not is_whole or save.is_committing or not save.changed:
         return None
-    later = (other for other in checkpoints if other.name != one.name)
-    return next((other.name for other in later if (other.committed or 0.0) > one.changed), None)
+    later = (other for other in checkpoints if other.name != save.name)
+    return next((other.name for other in later if (other.committed or 0.0) > save.changed), None)
 
 
-def _describe_outdated(one: UnderWay, later: str) -> str:
-    nbytes = size(sum(file.nbytes or 0 for file in one.files))
+def _describe_outdated(save: UnderWay, later: str) -> str:
+    nbytes = size(sum(file.nbytes or 0 for file in save.files))
     return (
-        f"{printable(one.name)}: {count(len(one.files), 'file')}, {nbytes}, without a manifest and "
-        f"older than {printable(later)}: being removed, or left over (ckpt gc)"
+        f"{printable(save.name)}: {count(len(save.files), 'file')}, {nbytes}, without a manifest "
+        f"and older than {printable(later)}: being removed, or left over (ckpt gc)"
     )
 
 
 def _attempt_lines(
-    options: Options, one: UnderWay, known: Mapping[tuple[str, str, str], float]
+    options: Options, save: UnderWay, known: Mapping[tuple[str, str, str], float]
 ) -> Iterator[str]:
     """Yields a line on a save or conversion, and one for each of its slowest files."""
-    rows = _slowest_first(one, known)
-    yield f"{printable(one.name)}: {_describe_progress(one, rows)}"
-    if all(file.phase == "written" for file in one.files):
+    rows = _slowest_first(save, known)
+    yield f"{printable(save.name)}: {_describe_progress(save, rows)}"
+    if all(file.phase == "written" for file in save.files):
         return
     shown = rows if options.verbose else rows[:FILES_SHOWN]
-    head = ("RANK" if one.attempt else "FILE", "PHASE", "DONE", "OF", "RATE", "LEFT", "LAST WRITE")
+    head = ("RANK" if save.attempt else "FILE", "PHASE", "DONE", "OF", "RATE", "LEFT", "LAST WRITE")
     yield from columns([head, *(_file_cells(*row) for row in shown)], right=[2, 3, 4, 5, 6])
     if len(rows) > len(shown):
         yield f"and {len(rows) - len(shown)} more, which need less time"
@@ -284,13 +288,13 @@ _Row = tuple["FileUnderWay", "float | None", "float | None"]
 """A file, its rate, and the seconds that it still needs."""
 
 
-def _slowest_first(one: UnderWay, known: Mapping[tuple[str, str, str], float]) -> list[_Row]:
+def _slowest_first(save: UnderWay, known: Mapping[tuple[str, str, str], float]) -> list[_Row]:
     """Returns the files with their rates: those that need most time first, complete ones last."""
     from ckpt.removing.progress_files import key, seconds_left
 
     rows: list[_Row] = []
-    for file in one.files:
-        rate = known.get(key(one, file))
+    for file in save.files:
+        rate = known.get(key(save, file))
         rows.append((file, rate, seconds_left(file, rate)))
 
     def needs(row: _Row) -> tuple[bool, float]:
@@ -313,28 +317,28 @@ def _file_cells(file: FileUnderWay, rate: float | None, left: float | None) -> t
     )
 
 
-def _describe_progress(one: UnderWay, rows: Sequence[_Row]) -> str:
+def _describe_progress(save: UnderWay, rows: Sequence[_Row]) -> str:
     """Returns a line on a save or conversion as a whole."""
     total = _total(rows)
-    written = sum(file.phase == "written" for file in one.files)
+    written = sum(file.phase == "written" for file in save.files)
     done = size(total.nbytes)
-    if written == len(one.files):
-        ended = "the manifest is being written" if one.is_committing else "not committed"
-        last = _ago(one.changed or None)
+    if written == len(save.files):
+        ended = "the manifest is being written" if save.is_committing else "not committed"
+        last = _ago(save.changed or None)
         ago = "" if last == "-" else f"; last write {last}"
         return f"{count(written, 'file')} written, {done}; {ended}{ago}"
-    said = [f"{written} of {count(len(one.files), 'file')} written", done]
+    parts = [f"{written} of {count(len(save.files), 'file')} written", done]
     if total.planned_bytes is not None:
-        said[1] += f" of {size(total.planned_bytes)}"
+        parts[1] += f" of {size(total.planned_bytes)}"
     if total.rate is not None:
-        said.append(f"{size(round(total.rate))}/s")
+        parts.append(f"{size(round(total.rate))}/s")
     if total.left is not None:
-        said.append(f"{_time(total.left)} left")
+        parts.append(f"{_time(total.left)} left")
     if total.rate is not None and total.planned_bytes is not None:
         slowest = rows[0][0]
         who = printable(slowest.name) if slowest.rank is None else f"rank {slowest.rank}"
-        said.append(f"slowest: {who}")
-    return ", ".join(said)
+        parts.append(f"slowest: {who}")
+    return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,9 +359,11 @@ def _total(rows: Sequence[_Row]) -> _Total:
     lefts = [left for _, _, left in rows]
     return _Total(
         sum(file.nbytes or 0 for file, _, _ in rows),
-        None if None in planned else sum(one for one in planned if one is not None),
+        None if None in planned else sum(number for number in planned if number is not None),
         sum(speeds) if speeds else None,
-        None if None in lefts else max((one for one in lefts if one is not None), default=None),
+        None
+        if None in lefts
+        else max((number for number in lefts if number is not None), default=None),
     )
 
 
@@ -366,8 +372,8 @@ def _summary(
 ) -> dict[str, object]:
     """Returns the view for programs."""
     known, found = _rates(looks), []
-    for one in looks[-1].under_way:
-        rows = _slowest_first(one, known)
+    for save in looks[-1].under_way:
+        rows = _slowest_first(save, known)
         files = [
             {**asdict(file), "bytes_per_second": rate, "seconds_left": left}
             for file, rate, left in rows
@@ -375,10 +381,10 @@ def _summary(
         total = _total(rows)
         found.append(
             {
-                "name": one.name,
-                "attempt": one.attempt,
-                "is_committing": one.is_committing,
-                "committed_later": _later(one, checkpoints),
+                "name": save.name,
+                "attempt": save.attempt,
+                "is_committing": save.is_committing,
+                "committed_later": _later(save, checkpoints),
                 "bytes": total.nbytes,
                 "planned_bytes": total.planned_bytes,
                 "bytes_per_second": total.rate,

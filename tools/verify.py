@@ -66,8 +66,10 @@ def run(options: Options) -> int:
     reports: list[dict[str, object]] = []
     failed: Exception | None = None
     is_sound = True
-    for given in options.urls:
-        url = given if given.endswith("://") else given.rstrip("/") or given  # a shell's RUN/*/
+    for argument in options.urls:
+        url = (
+            argument if argument.endswith("://") else argument.rstrip("/") or argument
+        )  # a shell's RUN/*/
         try:
             report = _verify(url, options)
         except (CkptError, OSError) as error:

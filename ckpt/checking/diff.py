@@ -154,13 +154,19 @@ def is_random(name: str) -> bool:
     return first in ("rng", "random") or first.startswith(("rng_", "random_"))
 
 
-def size_order(one: TensorDifference) -> tuple[bool, bool, bool, bool, float]:
+def size_order(difference: TensorDifference) -> tuple[bool, bool, bool, bool, float]:
     """A sort key: shapes and dtypes; weights, then states of optimizers, each by |a - b|.
 
     Then single numbers, such as an optimizer's `step`, and random states.
     """
-    is_number, is_state = one.elements == 1, ".state." in f".{one.name}"
-    return is_random(one.name), one.problem == "values", is_number, is_state, -one.max_abs
+    is_number, is_state = difference.elements == 1, ".state." in f".{difference.name}"
+    return (
+        is_random(difference.name),
+        difference.problem == "values",
+        is_number,
+        is_state,
+        -difference.max_abs,
+    )
 
 
 def diff(
@@ -279,8 +285,8 @@ class _Side:
         prefix = f"{self.select}." if self.select is not None else ""
         return replace(
             self,
-            tensors={name: one for name, one in self.tensors.items() if name in selection},
-            values={name: one for name, one in self.values.items() if name in selection},
+            tensors={name: entry for name, entry in self.tensors.items() if name in selection},
+            values={name: entry for name, entry in self.values.items() if name in selection},
             structure=containers(self.source.catalog.tree, selection.__contains__, prefix),
         )
 
@@ -556,7 +562,7 @@ def compare_structure(
             differences.append(StructureDifference(name, f"a {a_node.kind}", f"a {b_node.kind}"))
         elif with_keys:
             differences += _compare_keys(a_node.keys, b_node.keys)
-    return tuple(sorted(differences, key=lambda one: one.name))
+    return tuple(sorted(differences, key=lambda row: row.name))
 
 
 def _compare_keys(a: Mapping[str, Key], b: Mapping[str, Key]) -> list[StructureDifference]:

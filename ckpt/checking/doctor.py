@@ -130,8 +130,8 @@ class _Doctor:
         """Tries everything that a place of this kind has."""
         with open_store(self._url, self._store.options) as here:
             self._here = here
-            for one in self._tries():
-                self._try(one)
+            for trial in self._tries():
+                self._try(trial)
 
     @contextmanager
     def clean_up(self, left: list[str]) -> Iterator[None]:
@@ -179,17 +179,19 @@ class _Doctor:
             with suppress(OSError):
                 store.remove_if_empty()
                 stay = store.names()
-                stay += [one.name for one in store.list_unfinished()]
+                stay += [attempt.name for attempt in store.list_unfinished()]
         return stay
 
-    def _try(self, one: _Try) -> None:
-        permission = PERMISSIONS.get(self._kind, {}).get(one.permission, "")
-        if one.writes and not self._can_write:
-            self.found[one.name] = Finding(one.name, Outcome.NOT_TRIED, "needs a write", permission)
+    def _try(self, trial: _Try) -> None:
+        permission = PERMISSIONS.get(self._kind, {}).get(trial.permission, "")
+        if trial.writes and not self._can_write:
+            self.found[trial.name] = Finding(
+                trial.name, Outcome.NOT_TRIED, "needs a write", permission
+            )
             return
-        self._has_written |= one.writes
+        self._has_written |= trial.writes
         try:
-            outcome, detail = one.run()
+            outcome, detail = trial.run()
         except AccessDeniedError as error:
             if error.errno not in (errno.EACCES, errno.EPERM):  # the credentials are refused
                 raise
@@ -198,10 +200,10 @@ class _Doctor:
         except UnsupportedRequestError:
             outcome, detail = Outcome.MISSING, "the server has no such request"
         except (OSError, FormatError) as error:
-            if one.name == "list":  # the place cannot be reached
+            if trial.name == "list":  # the place cannot be reached
                 raise
             outcome, detail = Outcome.MISSING, str(error)
-        self.found[one.name] = Finding(one.name, outcome, detail, permission)
+        self.found[trial.name] = Finding(trial.name, outcome, detail, permission)
 
     def _tries(self) -> Iterator[_Try]:
         store = self._store
@@ -260,7 +262,7 @@ class _Doctor:
         for folder in ("", *self._store.folders()[:FOLDERS]):
             url = join_url(self._store.url, folder) if folder else self._store.url
             with open_store(url, self._store.options) as store:
-                name = next((one for one, nbytes in store.sizes().items() if nbytes > 2), None)
+                name = next((file for file, nbytes in store.sizes().items() if nbytes > 2), None)
                 if name is not None:
                     data = store.read_start(name, 3).data
                     got = store.read(name, 1, 2)
@@ -393,9 +395,9 @@ class _Doctor:
     def _clock(self) -> _Result:
         began = time.time()
         self._here.commit("clock", b"1", replace=True)
-        ended, told = time.time(), self._here.modified("clock")
+        ended, modified = time.time(), self._here.modified("clock")
         # A store may count whole seconds.
-        skew = told - ended if told > ended else min(0.0, told + 1 - began)
+        skew = modified - ended if modified > ended else min(0.0, modified + 1 - began)
         if abs(skew) < 1:
             return Outcome.OK, "no difference"
         side = "ahead of" if skew > 0 else "behind"

@@ -238,8 +238,8 @@ def promises_of(found: Mapping[str, Finding]) -> tuple[Promise, ...]:
 
 
 def _promise(name: str, where: str, tried: Sequence[Finding]) -> Promise:
-    outcomes = {one.name: _weight(one) for one in tried}
-    worst = next((one for one in _WORST_FIRST if one in outcomes.values()), Outcome.OK)
+    outcomes = {trial.name: _weight(trial) for trial in tried}
+    worst = next((trial for trial in _WORST_FIRST if trial in outcomes.values()), Outcome.OK)
     because = [need for need, outcome in outcomes.items() if outcome is worst is not Outcome.OK]
     return Promise(name, where, worst, tuple(because))
 

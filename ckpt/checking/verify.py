@@ -152,9 +152,11 @@ def library_problems(reader: Reader, catalog: Catalog) -> Iterator[Problem]:
         for name in [file.name for file in catalog.files]:
             if catalog.format == "safetensors" or name.endswith(SAFETENSORS):
                 path = os.path.join(folder, name)
-                if said := library_difference(read_header(reader, name), path):
-                    said = f"{path}: the safetensors library {said}; convert it to a new file"
-                    yield Problem(name, said)
+                if difference := library_difference(read_header(reader, name), path):
+                    difference = (
+                        f"{path}: the safetensors library {difference}; convert it to a new file"
+                    )
+                    yield Problem(name, difference)
 
 
 def library_difference(header: Header, path: str) -> str:

@@ -116,8 +116,8 @@ class SecondOutput:
     storage_options: Options = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        given = self.mapping
-        named = [given] if isinstance(given, str | os.PathLike | TensorMapping) else given
+        mapping = self.mapping
+        named = [mapping] if isinstance(mapping, str | os.PathLike | TensorMapping) else mapping
         # Another process makes the plan too, in a folder that may be another one by then.
         object.__setattr__(self, "mapping", tuple(map(named_mapping, named)))
         object.__setattr__(self, "place", absolute(self.place))
@@ -165,7 +165,7 @@ class SecondOutput:
         The last plan is kept: a training saves the same tensors again and again.
         """
         configs, target = self._configs(), self._target()
-        own = [getattr(self, one.name) for one in fields(self) if one.name != "place"]
+        own = [getattr(self, field.name) for field in fields(self) if field.name != "place"]
         key = [target.format, *own, configs, described.aliases]
         for tensors, known, planned in _last:
             if tensors is described.tensors and known == key:
@@ -383,13 +383,13 @@ def work(
         plans, copier = target.tensor_plans(state, configs), state.copier
         places = job["places"]
         is_far = None in places.values()
-        todo = [one for one in plans if one.name in places]
-        for one in () if is_far else todo:
-            with join_file(places[one.name], places[one.name]) as file:
+        todo = [file_plan for file_plan in plans if file_plan.name in places]
+        for file_plan in () if is_far else todo:
+            with join_file(places[file_plan.name], places[file_plan.name]) as file:
                 if job["by_pieces"]:
-                    copier.write_pieces(file, one, job["is_first"])
+                    copier.write_pieces(file, file_plan, job["is_first"])
                 else:
-                    copier.write_part(file, one, 0)
+                    copier.write_part(file, file_plan, 0)
         if is_far:
             folder = split_url(target.url)[0] if target.format.is_file else target.url
             with open_store(folder, target.options) as store:

@@ -35,21 +35,21 @@ _log = logging.getLogger("ckpt.dcp")
 
 
 def storage_of(
-    given: T | None, kind: type[T], checkpoint_id: str | os.PathLike[str] | None, argument: str
+    storage: T | None, kind: type[T], checkpoint_id: str | os.PathLike[str] | None, argument: str
 ) -> T:
     """Returns the storage of a call; by default a new one of `kind` at `checkpoint_id`.
 
     Raises ArgumentError if neither argument gives the place of the checkpoint.
     """
-    if type(given) in (FileSystemReader, FileSystemWriter):  # half of the import lines are ckpt's
-        _log_torch_s(type(given).__name__)
-    if given is None:
+    if type(storage) in (FileSystemReader, FileSystemWriter):  # half of the import lines are ckpt's
+        _log_torch_s(type(storage).__name__)
+    if storage is None:
         if not checkpoint_id:
             raise ArgumentError(f"no checkpoint_id and no {argument}: pass one of the two")
         return kind(checkpoint_id)  # type: ignore[call-arg]
-    if isinstance(given, kind) and checkpoint_id is not None:
-        given.reset(checkpoint_id)  # type: ignore[attr-defined]
-    return given
+    if isinstance(storage, kind) and checkpoint_id is not None:
+        storage.reset(checkpoint_id)  # type: ignore[attr-defined]
+    return storage
 
 
 @cache
@@ -94,8 +94,10 @@ def on_all_ranks(
     """
     ranks = Ranks(group)
     with ranks.call(name):
-        found, told = ranks.run_and_compare(name, action, lambda each: {"served": is_served(each)})
-    if not told.same["served"]:
+        found, records = ranks.run_and_compare(
+            name, action, lambda each: {"served": is_served(each)}
+        )
+    if not records.same["served"]:
         raise ArgumentError(
             f"{name}: the ranks gave planners, stagers or storage of different kinds, and would "
             "wait for one another: give the same on all ranks"

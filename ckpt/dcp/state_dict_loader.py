@@ -86,9 +86,9 @@ def load(
 
     reader, target = on_all_ranks("ckpt.dcp.load", group, begin, _is_served)
     if target is None or not isinstance(reader, CkptStorageReader):
-        given = given_arguments(checkpoint_id=checkpoint_id, planner=planner, no_dist=no_dist)
+        arguments = given_arguments(checkpoint_id=checkpoint_id, planner=planner, no_dist=no_dist)
         with translate_errors(process_group, no_dist):
-            _torch.load(state_dict, storage_reader=reader, process_group=process_group, **given)
+            _torch.load(state_dict, storage_reader=reader, process_group=process_group, **arguments)
         return
     load_partly(
         reader.checkpoint_id,
@@ -158,7 +158,7 @@ _Begun = tuple[StorageReader, _Target | None]
 
 def _begin(
     state_dict: dict[str, Any],
-    given: StorageReader | None,
+    own_reader: StorageReader | None,
     checkpoint_id: str | os.PathLike[str] | None,
     planner: LoadPlanner | None,
 ) -> _Begun:
@@ -166,7 +166,7 @@ def _begin(
 
     Raises ArgumentError for an argument that is not supported.
     """
-    reader = storage_of(given, CkptStorageReader, checkpoint_id, "storage_reader")
+    reader = storage_of(own_reader, CkptStorageReader, checkpoint_id, "storage_reader")
     check_state(state_dict)
     if not is_plain_storage(reader, CkptStorageReader):
         return reader, None
@@ -227,11 +227,11 @@ def _install(state_dict: dict[str, Any], target: _Target) -> None:
     for key, nest in target.nests.items():
         if isinstance(nest, LocalPart):  # a part of a tensor in the state dict, which is filled
             continue
-        entry, given = state_dict[key], target.given[key]
-        if given is not nest and isinstance(given, dict):  # a local state dict
-            own = {k: v for k, v in nest.items() if k in given and not isinstance(v, LocalPart)}
-            given.update(own)
-            nest = given
+        entry, value = state_dict[key], target.given[key]
+        if value is not nest and isinstance(value, dict):  # a local state dict
+            own = {k: v for k, v in nest.items() if k in value and not isinstance(v, LocalPart)}
+            value.update(own)
+            nest = value
         if isinstance(entry, Stateful):
             entry.load_state_dict(nest)
         else:

@@ -89,8 +89,8 @@ def save(
         _save(writer.checkpoint_id, state, group=group, **_ways(writer))
         return metadata_of_state(state)
     with translate_errors(process_group, no_dist):
-        given = _torch_arguments(writer, checkpoint_id, planner, process_group, no_dist)
-        metadata: Metadata = _torch.save(dict(state_dict), **given)
+        arguments = _torch_arguments(writer, checkpoint_id, planner, process_group, no_dist)
+        metadata: Metadata = _torch.save(dict(state_dict), **arguments)
         return metadata
 
 
@@ -122,12 +122,12 @@ def async_save(
     if state is not None and isinstance(writer, CkptStorageWriter):
         handle = _save(writer.checkpoint_id, state, group=group, blocking=False, **_ways(writer))
         return SaveFuture(handle, metadata_of_state(state))
-    given = _torch_arguments(writer, checkpoint_id, planner, process_group, no_dist)
+    arguments = _torch_arguments(writer, checkpoint_id, planner, process_group, no_dist)
     more = given_arguments(
         async_checkpointer_type=async_checkpointer_type, async_stager=async_stager
     )
     with translate_errors(process_group, no_dist):
-        found = _torch.async_save(dict(state_dict), **given, **more)
+        found = _torch.async_save(dict(state_dict), **arguments, **more)
     if isinstance(found, Future):
         return translate_future(found, process_group, no_dist)
     found.upload_completion = translate_future(found.upload_completion, process_group, no_dist)
@@ -156,7 +156,7 @@ def save_state_dict(
 
 def _begin(
     state_dict: State,
-    given: StorageWriter | None,
+    own_writer: StorageWriter | None,
     checkpoint_id: str | os.PathLike[str] | None,
     own: object,
     use_collectives: bool,
@@ -167,7 +167,7 @@ def _begin(
     argument that is not supported.
     """
     check_collectives(use_collectives)
-    writer = storage_of(given, CkptStorageWriter, checkpoint_id, "storage_writer")
+    writer = storage_of(own_writer, CkptStorageWriter, checkpoint_id, "storage_writer")
     check_state(state_dict)
     if not is_plain_storage(writer, CkptStorageWriter):
         return writer, None
@@ -251,8 +251,8 @@ class SaveFuture(Future[Metadata]):
 
 def translate_future(found: Future[Any], group: ProcessGroup | None, no_dist: bool) -> Future[Any]:
     """Returns a future that ends like another, with errors of this package."""
-    told: Future[Any] = Future()
-    told.set_running_or_notify_cancel()
+    translated: Future[Any] = Future()
+    translated.set_running_or_notify_cancel()
 
     def end(done: Future[Any]) -> None:
         error = done.exception()
@@ -260,9 +260,9 @@ def translate_future(found: Future[Any], group: ProcessGroup | None, no_dist: bo
             cause, error = error, translate_error(error, group, no_dist)
             error.__cause__ = cause
         if error is None:
-            told.set_result(done.result())
+            translated.set_result(done.result())
         else:
-            told.set_exception(error)
+            translated.set_exception(error)
 
     found.add_done_callback(end)
-    return told
+    return translated

@@ -192,13 +192,13 @@ class CkptStorageReader(StorageReader):
             yield _Wanted(record, box, memory, target, item)
 
     def _read(self, wanted: Sequence[_Wanted], planner: LoadPlanner) -> None:
-        for one in wanted:
-            will_change(one.target)
-        self._opened.fill([(one.record, one.box, one.memory) for one in wanted])
-        for one in wanted:
-            if one.memory is not one.target:
-                one.target.copy_(one.memory)
-            planner.commit_tensor(one.item, one.target)
+        for request in wanted:
+            will_change(request.target)
+        self._opened.fill([(request.record, request.box, request.memory) for request in wanted])
+        for request in wanted:
+            if request.memory is not request.target:
+                request.target.copy_(request.memory)
+            planner.commit_tensor(request.item, request.target)
 
     @property
     def _opened(self) -> Checkpoint:
@@ -210,12 +210,12 @@ def _batches(wanted: Iterator[_Wanted], most_bytes: int) -> Iterator[list[_Wante
     """Yields batches that take at most so much memory beside the targets, or have one tensor."""
     batch: list[_Wanted] = []
     nbytes = 0
-    for one in wanted:
-        more = 0 if one.memory is one.target else one.memory.nbytes
+    for request in wanted:
+        more = 0 if request.memory is request.target else request.memory.nbytes
         if batch and nbytes + more > most_bytes:
             yield batch
             batch, nbytes = [], 0
-        batch.append(one)
+        batch.append(request)
         nbytes += more
     if batch:
         yield batch

@@ -175,7 +175,7 @@ class CkptStorageWriter(StorageWriter):
         """Returns the files of the parts that are not empty, by the part's id (rules 3 and 4)."""
         turns: dict[str, int] = defaultdict(int)
         groups: dict[int, list[OutgoingPart]] = defaultdict(list)
-        for part in filter(lambda one: one.box.numel, parts):
+        for part in filter(lambda item: item.box.numel, parts):
             groups[turns[part.tensor.name]].append(part)
             turns[part.tensor.name] += 1
         attempt, found = secrets.randbits(64), dict[int, ShardFile]()
@@ -185,7 +185,7 @@ class CkptStorageWriter(StorageWriter):
                     rank = place.rank + turn * place.world_size
                     name = f"{attempt:016x}-{rank:05d}.safetensors"
                     with store.create(name, rewritable=self.compress) as file:
-                        wrote = write_shard(file, [one.tensor for one in group], self.compress)
+                        wrote = write_shard(file, [item.tensor for item in group], self.compress)
                     found.update(dict.fromkeys(map(id, group), wrote.to_file(name, rank)))
             except BaseException:
                 self._delete(found.values())
@@ -201,7 +201,7 @@ class CkptStorageWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the manifest: then the checkpoint exists. The coordinator alone calls this."""
-        items = [(one.index.fqn, one.storage_data) for rank in results for one in rank]
+        items = [(result.index.fqn, result.storage_data) for rank in results for result in rank]
         parts = [part for _, item in items for part in item.parts]
         files = {part.file.name: part.file for part in parts if part.file is not None}
         try:

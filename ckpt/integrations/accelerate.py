@@ -117,7 +117,7 @@ class CkptAccelerator(accelerate.Accelerator):  # type: ignore[misc] # it ships 
         """Returns the state of the training for `ckpt.save`, without a gather."""
         state: dict[str, Any] = {
             "models": [_without_ddp(model) for model in self._models],
-            "optimizers": [one.optimizer for one in self._optimizers],
+            "optimizers": [prepared.optimizer for prepared in self._optimizers],
             "schedulers": list(self._schedulers),
             "objects": list(self._custom_objects),
             "step": self.step,
@@ -126,7 +126,9 @@ class CkptAccelerator(accelerate.Accelerator):  # type: ignore[misc] # it ships 
         if self.scaler is not None:
             state["scaler"] = self.scaler
         loaders = [
-            one for one in self._dataloaders if getattr(one, "use_stateful_dataloader", False)
+            prepared
+            for prepared in self._dataloaders
+            if getattr(prepared, "use_stateful_dataloader", False)
         ]
         if loaders:
             state["loaders"] = [ckpt.per_rank(loader) for loader in loaders]

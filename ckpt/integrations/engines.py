@@ -110,7 +110,7 @@ class EngineWeights(Iterable[Pair]):
         """Yields the pairs in lists of at most `nbytes`, or of one larger tensor."""
         found: list[Pair] = []
         for name, tensor in self:
-            if found and sum(one.nbytes for _, one in found) + tensor.nbytes > nbytes:
+            if found and sum(member.nbytes for _, member in found) + tensor.nbytes > nbytes:
                 yield found
                 found = []
             found.append((name, tensor))
@@ -127,8 +127,8 @@ class EngineWeights(Iterable[Pair]):
                     yield name, checkpoint[name][...]
                 return
             for name in names:
-                like, held = checkpoint[name], self._held.get(name)
-                if held is None or (held.shape, held.dtype) != (like.shape, like.dtype):
+                like, buffer = checkpoint[name], self._held.get(name)
+                if buffer is None or (buffer.shape, buffer.dtype) != (like.shape, like.dtype):
                     self._held[name] = torch.empty(like.shape, dtype=like.dtype)
             url = self.url
             if is_live(url) and self.version is not None:

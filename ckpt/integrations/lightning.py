@@ -293,14 +293,14 @@ class CkptStrategyMixin(_Strategy):
         names = parameter_names({MODULE: self._module()})
         return [names.of(optimizer).named for optimizer in self.optimizers]
 
-    def _weights(self, given: Mapping[str, Any]) -> Any:
+    def _weights(self, weights: Mapping[str, Any]) -> Any:
         """Returns the module, or its entries with the values of `given` that are not its own."""
         module, handed = self._module(), self._handed or {}
-        if given.keys() == handed.keys() and all(given[key] is handed[key] for key in given):
+        if weights.keys() == handed.keys() and all(weights[key] is handed[key] for key in weights):
             return module
         entries, found = describe_module(module), dict[str, Any]()
         clean = CleanNames(module)
-        for key, value in given.items():
+        for key, value in weights.items():
             name = clean.of(key)
             if name in found:
                 raise MisuseError(f"checkpoint['{MODULE}'] has two entries of the name {name!r}")
@@ -308,12 +308,12 @@ class CkptStrategyMixin(_Strategy):
             found[name] = entries[name] if is_own else value
         return found
 
-    def _optimizers_to_save(self, given: Sequence[Any], weights: Any) -> list[Any]:
+    def _optimizers_to_save(self, optimizers: Sequence[Any], weights: Any) -> list[Any]:
         """Returns the optimizers, their entries, or the states that a hook has changed."""
-        if len(given) != len(self.optimizers):
-            return list(given)
+        if len(optimizers) != len(self.optimizers):
+            return list(optimizers)
         found: list[Any] = []
-        for index, (optimizer, state) in enumerate(zip(self.optimizers, given, strict=True)):
+        for index, (optimizer, state) in enumerate(zip(self.optimizers, optimizers, strict=True)):
             own = self._state_of(optimizer)
             if state and not _same(state, own):
                 found.append(state)
@@ -379,7 +379,7 @@ def _on_all_ranks(nest: Any, others: object) -> Any:
     These are sharded tensors, and the tensors among `others`, which all ranks store: whether two
     names have one tensor must be the same on all ranks.
     """
-    stored = {identity(one) for one in _tensors(others)}
+    stored = {identity(tensor) for tensor in _tensors(others)}
 
     def part(node: Any) -> Any:
         if isinstance(node, torch.Tensor):
@@ -395,7 +395,7 @@ def _on_all_ranks(nest: Any, others: object) -> Any:
 
 
 def _tensors(nest: object) -> list[torch.Tensor]:
-    return [one for one in tree_leaves(nest) if isinstance(one, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor)]
 
 
 def _has_flat(module: nn.Module) -> bool:
@@ -421,7 +421,7 @@ def _copy_nest(nest: Any) -> Any:
 
 
 def _parameters(state: Any) -> list[Any]:
-    return [one for group in state["param_groups"] for one in group["params"]]
+    return [parameter for group in state["param_groups"] for parameter in group["params"]]
 
 
 def _number_parameters(state: Any) -> Any:

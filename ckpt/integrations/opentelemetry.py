@@ -30,9 +30,9 @@ def spans(tracer: Any = None) -> Callable[[], None]:
 
     def add(event: Event) -> None:
         name = f"{event.call}: {event.stage}" if event.stage else event.call
-        told = {**asdict(event), **event.numbers()}
-        del told["requests"]  # attributes are plain values
-        attributes = {f"ckpt.{key}": value for key, value in told.items()}
+        values = {**asdict(event), **event.numbers()}
+        del values["requests"]  # attributes are plain values
+        attributes = {f"ckpt.{key}": value for key, value in values.items()}
         begin = int(event.began * 1e9)
         span = tracer.start_span(name, start_time=begin, attributes=attributes)
         if event.error:

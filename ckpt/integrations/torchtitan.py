@@ -95,5 +95,5 @@ class CkptCheckpointManager(CheckpointManager):  # type: ignore[misc] # it ships
 
     def _find_load_step(self, folder: str = "") -> int:
         """Returns the newest step with a checkpoint of any format; -1 if there is none."""
-        own = [one.step for one in run_steps(folder or self.folder) if not one.is_damaged]
+        own = [step.step for step in run_steps(folder or self.folder) if not step.is_damaged]
         return max([super()._find_load_step(folder), *own])  # type: ignore[no-any-return]

@@ -215,8 +215,8 @@ class Chain:
         found = load(manifest.encode(), live) if manifest else None
         follows = last is not None and _is_alike(last.manifest, found)
         is_whole = not follows or (last is not None and number - last.whole >= self._every)
-        told = ranks.broadcast(json.dumps([follows, is_whole]).encode())
-        follows, is_whole = json.loads(told)
+        decision = ranks.broadcast(json.dumps([follows, is_whole]).encode())
+        follows, is_whole = json.loads(decision)
         before = last if follows else None
         written, error, shard = None, None, ""
         if part is not None:
@@ -290,7 +290,7 @@ def _is_alike(last: Manifest | None, found: Manifest | None) -> bool:
     if last is None or found is None or last.tensors != found.tensors:
         return False
     mine, other = (
-        [(one.rank, one.size, one.header_bytes, one.table_bytes) for one in manifest.files]
+        [(file.rank, file.size, file.header_bytes, file.table_bytes) for file in manifest.files]
         for manifest in (last, found)
     )
     return mine == other
@@ -308,13 +308,13 @@ def _deltas(found: Manifest, records: Sequence[bytes]) -> dict[int, DeltaFile]:
     """Returns the delta files of a version, by the answers of the ranks that wrote them."""
     facts = {rank: unpack_summary(record) for rank, record in enumerate(records) if record}
     return {
-        one.rank: DeltaFile(
-            f"{one.name}{DELTA}",
-            facts[one.rank].size,
-            facts[one.rank].header_bytes,
-            facts[one.rank].digest,
+        file.rank: DeltaFile(
+            f"{file.name}{DELTA}",
+            facts[file.rank].size,
+            facts[file.rank].header_bytes,
+            facts[file.rank].digest,
         )
-        for one in found.files
+        for file in found.files
     }
 
 

@@ -208,9 +208,9 @@ class ControlServer:
     ) -> tuple[list[list[int]], tuple[int, ...]]:
         """Returns the segments of a file, by positions from `first` on, and the descriptors."""
         parts = self._host.files[name, version, file].parts
-        used = tuple(dict.fromkeys(one.descriptor for one in parts))
+        used = tuple(dict.fromkeys(part.descriptor for part in parts))
         at = {descriptor: first + place for place, descriptor in enumerate(used)}
-        return [[at[one.descriptor], one.offset, one.nbytes] for one in parts], used
+        return [[at[part.descriptor], part.offset, part.nbytes] for part in parts], used
 
     def _check_token(self, token: str) -> None:
         if not is_token(token, self._host.token):
@@ -233,11 +233,11 @@ class ControlServer:
     def _versions(self, name: str) -> dict[str, object]:
         return {
             str(number): {
-                "files": files_json(one.files),
-                "complete": one.complete,
-                "info": one.info,
+                "files": files_json(version.files),
+                "complete": version.complete,
+                "info": version.info,
             }
-            for number, one in self._host.table.versions(name).items()
+            for number, version in self._host.table.versions(name).items()
         }
 
 
@@ -295,9 +295,9 @@ def receive_message(connected: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def close_all(descriptors: Sequence[int]) -> None:
-    for one in descriptors:
+    for descriptor in descriptors:
         with suppress(OSError):
-            os.close(one)
+            os.close(descriptor)
 
 
 def memory_of(data: bytes) -> int:
@@ -434,9 +434,9 @@ def lock(folder: Path) -> Iterator[None]:
 
 
 def _path() -> Path:
-    told = os.environ.get("CKPT_RUNTIME_DIR")
-    if told:
-        return Path(told).absolute()
+    folder = os.environ.get("CKPT_RUNTIME_DIR")
+    if folder:
+        return Path(folder).absolute()
     session = os.environ.get("XDG_RUNTIME_DIR")
     if session and os.access(session, os.W_OK):
         return Path(session) / "ckpt"

@@ -163,7 +163,9 @@ class Host:
             if self.files[name, version, file] is connection.content:
                 self._left.add((name, version, connection.is_leased))
         reader = connection.reader if connection.is_left else None
-        if reader is not None and all(one.reader != reader for one in self.connections):
+        if reader is not None and all(
+            open_connection.reader != reader for open_connection in self.connections
+        ):
             self.table.lose(*reader, monotonic())
             for tracker in self.trackers.values():
                 tracker.leave(reader[1])
@@ -171,7 +173,7 @@ class Host:
 
     def is_in_flight(self, name: str, version: int, overdue: bool) -> bool:
         """Whether bytes of the version may be on their way to a reader that wants them."""
-        leases = {one.is_leased for one in self._senders(name, version)}
+        leases = {sender.is_leased for sender in self._senders(name, version)}
         leases |= {
             is_leased for is_leased in (False, True) if (name, version, is_leased) in self._left
         }
@@ -197,7 +199,7 @@ class Host:
 
     def _senders(self, name: str, version: int) -> list[HttpConnection]:
         files = {id(self.files[key]) for key in self._keys(name, version)}
-        return [one for one in self.connections if id(one.content) in files]
+        return [connection for connection in self.connections if id(connection.content) in files]
 
     def _keys(self, name: str, version: int) -> list[tuple[str, int, str]]:
         return [key for key in self.files if key[:2] == (name, version)]
@@ -219,7 +221,7 @@ def _header_of(file: MemoryFile) -> tuple[list[int], bytes]:
     """Returns what tells where a file has its tensors: its sizes, and its first part."""
     first = file.parts[0]
     header = os.pread(first.descriptor, min(first.nbytes, HEADER_LIMIT), first.offset)
-    return [one.nbytes for one in file.parts], header
+    return [part.nbytes for part in file.parts], header
 
 
 def _delta_between(areas: Sequence[Area], old: SharedFile, new: SharedFile) -> bytes:
@@ -267,8 +269,8 @@ async def pull(
                     raise ProtocolError(f"it ended after {at} of {nbytes} bytes")
             return MemoryFile([Segment(descriptor, 0, nbytes)])
     except (OSError, KeyError, OverflowError, ValueError) as error:
-        said = str(error) or type(error).__name__
-        raise RefusedError("pull", f"{where}: the copy failed: {said}") from None
+        message = str(error) or type(error).__name__
+        raise RefusedError("pull", f"{where}: the copy failed: {message}") from None
     finally:
         client.close()
 
@@ -385,7 +387,7 @@ class LiveApp:
     async def _file(self, request: HttpRequest, name: str, version: int, file: str) -> HttpAnswer:
         if not file:
             _only(request, "GET")
-            sizes = {key: one.size for key, one in self._table.places(name, version).items()}
+            sizes = {key: place.size for key, place in self._table.places(name, version).items()}
             return json_answer({"files": sizes, "folders": []})
         if not FILE.fullmatch(file):
             raise RefusedError("unknown", f"{request.path:.200}: no file has such a name")
@@ -477,7 +479,7 @@ class LiveApp:
                 data = await asyncio.to_thread(_delta_between, areas, *mapped)
         except MemoryError:
             raise RefusedError("memory", "no memory is left to make a delta") from None
-        if not all(one.is_intact(area.offset) for area in areas for one in mapped):
+        if not all(mapped_file.is_intact(area.offset) for area in areas for mapped_file in mapped):
             self._table.find(name, version, file)  # raises if the version has been replaced
             raise RefusedError("unknown", f"the version before {name}/{version} has been replaced")
         return HttpAnswer(data, headers=[("content-type", "application/octet-stream")])

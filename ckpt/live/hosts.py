@@ -180,9 +180,9 @@ def place_of_rank() -> tuple[str, str]:
 
 def own_address() -> str:
     """Returns the address of this host for others: CKPT_HOST, or that of the way to rank 0."""
-    given = os.environ.get("CKPT_HOST")
-    if given:
-        return given
+    host = os.environ.get("CKPT_HOST")
+    if host:
+        return host
     for far in (os.environ.get("MASTER_ADDR", ""), "192.0.2.1", "2001:db8::1"):
         with suppress(OSError):
             for family, _, _, _, address in socket.getaddrinfo(far, 9, type=socket.SOCK_DGRAM):
@@ -219,12 +219,12 @@ def _ask_to_drop(hosts: Hosts, ask: Callable[[HostServer], bool]) -> Dropped:
     server = hosts.server
     if server is None:
         return Dropped.FREE
-    held, error = result_or_error(lambda: ask(server))
+    leases, error = result_or_error(lambda: ask(server))
     if isinstance(error, NotACheckpointError):  # it never came here
         return Dropped.FREE
-    if held is None:
+    if leases is None:
         return Dropped.UNKNOWN
-    return Dropped.HELD if held else Dropped.FREE
+    return Dropped.HELD if leases else Dropped.FREE
 
 
 PULLS = 4
@@ -249,13 +249,13 @@ def copy_from(hosts: Hosts, version: int, files: Sequence[tuple[str, Address]]) 
             path = f"/{hosts.name}/{version}/{file}"
             connection.request("POST", path, json.dumps({"from": source}), headers)
             answer = connection.getresponse()
-            said = answer.read()
+            body = answer.read()
         except (OSError, http.client.HTTPException) as error:
             raise StoreError(f"{where}: no copy from {source[0]}:{source[1]}: {error}") from error
         finally:
             connection.close()
         if answer.status != 200:
-            text = said[:500].decode(errors="replace")
+            text = body[:500].decode(errors="replace")
             raise StoreError(f"{where}: no copy from {source[0]}:{source[1]}: {text}")
 
     if files:

@@ -413,32 +413,32 @@ def file_answer(
 ) -> HttpAnswer:
     """Returns the answer with a file, or with the wanted range of it."""
     size = content.nbytes
-    told = (("accept-ranges", "bytes"), ("content-type", "application/octet-stream"), *headers)
+    fields = (("accept-ranges", "bytes"), ("content-type", "application/octet-stream"), *headers)
     if header is None:
-        return HttpAnswer(headers=told, content=content, lo=0, hi=size)
+        return HttpAnswer(headers=fields, content=content, lo=0, hi=size)
     lo, hi = byte_range(header, size)
-    told += (("content-range", f"bytes {lo}-{hi - 1}/{size}"),)
-    return HttpAnswer(status=206, headers=told, content=content, lo=lo, hi=hi)
+    fields += (("content-range", f"bytes {lo}-{hi - 1}/{size}"),)
+    return HttpAnswer(status=206, headers=fields, content=content, lo=lo, hi=hi)
 
 
 _BEARER = "bearer "
 
 
-def is_token(given: str, wanted: str) -> bool:
+def is_token(token: str, wanted: str) -> bool:
     """Whether two tokens are equal, in a time that does not tell how equal they are."""
-    return hmac.compare_digest(given.encode("utf-8", "replace"), wanted.encode())
+    return hmac.compare_digest(token.encode("utf-8", "replace"), wanted.encode())
 
 
 def check_token(headers: Mapping[str, str], query: Mapping[str, str], wanted: str) -> None:
     """Raises RefusedError unless a request has the token, in a header or in its query."""
     header = headers.get("authorization", "")
     is_bearer = header.lower().startswith(_BEARER)
-    given = header[len(_BEARER) :].strip() if is_bearer else query.get("token")
-    if given is None or not given:
+    token = header[len(_BEARER) :].strip() if is_bearer else query.get("token")
+    if token is None or not token:
         text = "a token is needed: `Authorization: Bearer TOKEN`, or ?token= in the URL"
         raise RefusedError("token", text)
-    if not is_token(given, wanted):
-        order = "; the path of a URL comes before ?token=" if "/" in given else ""
+    if not is_token(token, wanted):
+        order = "; the path of a URL comes before ?token=" if "/" in token else ""
         raise RefusedError("token", f"the token is wrong{order}")
 
 

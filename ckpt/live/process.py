@@ -206,9 +206,11 @@ class HostServer:
 
     def put(self, version: int, file: str, segments: Sequence[Segment]) -> None:
         """Adds a file to a version that is not committed; the caller keeps its descriptors."""
-        used = list(dict.fromkeys(one.descriptor for one in segments))
-        told = tuple(replace(one, descriptor=used.index(one.descriptor)) for one in segments)
-        self._do(Put(self.name, version, file, told), used)
+        used = list(dict.fromkeys(segment.descriptor for segment in segments))
+        renumbered = tuple(
+            replace(segment, descriptor=used.index(segment.descriptor)) for segment in segments
+        )
+        self._do(Put(self.name, version, file, renumbered), used)
 
     def commit(
         self, version: int, files: Mapping[str, FileAt], info: Mapping[str, object] | None = None
@@ -396,19 +398,19 @@ def seal(
 
 
 def _take_descriptors(
-    told: Mapping[str, object], received: list[int]
+    message: Mapping[str, object], received: list[int]
 ) -> dict[str, tuple[Segment, ...]]:
     """Returns the segments of files with their descriptors, which it takes out of the list.
 
     Raises RefusedError unless each descriptor belongs to one file.
     """
-    files = {file: segments_of(file, one) for file, one in told.items()}
-    used = [at for parts in files.values() for at in {one.descriptor for one in parts}]
+    files = {file: segments_of(file, segment) for file, segment in message.items()}
+    used = [at for parts in files.values() for at in {segment.descriptor for segment in parts}]
     if sorted(used) != list(range(len(received))):
         raise RefusedError("protocol", f"{len(received)} descriptors came, files have {used}")
     own, received[:] = tuple(received), ()
     return {
-        file: tuple(replace(one, descriptor=own[one.descriptor]) for one in parts)
+        file: tuple(replace(segment, descriptor=own[segment.descriptor]) for segment in parts)
         for file, parts in files.items()
     }
 
@@ -444,8 +446,8 @@ def _start(name: str, options: bytes) -> dict[str, Any]:
 
 def _close_in_child() -> None:
     """Closes the copies of connections in a forked child, which would keep a name owned."""
-    for one in list(_OPEN):
-        one.close()
+    for connection in list(_OPEN):
+        connection.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

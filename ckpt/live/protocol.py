@@ -95,7 +95,7 @@ class FileAt:
 
     def json(self) -> dict[str, object]:
         """Returns the form in messages."""
-        return {"size": self.size, "at": [list(one) for one in self.at]}
+        return {"size": self.size, "at": [list(address) for address in self.at]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +277,7 @@ def request_of(message: bytes) -> Request:
     kind = _REQUESTS.get(do) if isinstance(do, str) else None
     if kind is None:
         raise RefusedError("protocol", f"do={do!r:.80}: the requests are {', '.join(_REQUESTS)}")
-    names = [one.name for one in fields(kind)]
+    names = [field.name for field in fields(kind)]
     if set(found) != set(names):
         raise RefusedError("protocol", f"{do} has the fields {sorted(found)!r:.200}, not {names}")
     return cast(Request, kind(**{name: _CHECKS[name](name, found[name]) for name in names}))
@@ -286,7 +286,7 @@ def request_of(message: bytes) -> Request:
 def request_message(request: Request) -> bytes:
     """Returns the message of a request."""
     do = next(do for do, kind in _REQUESTS.items() if kind is type(request))
-    values = {one.name: _plain(getattr(request, one.name)) for one in fields(request)}
+    values = {field.name: _plain(getattr(request, field.name)) for field in fields(request)}
     return json_bytes({"do": do, **values})
 
 
@@ -305,12 +305,14 @@ def json_bytes(value: Mapping[str, object]) -> bytes:
 
 def files_json(files: Mapping[str, FileAt]) -> dict[str, object]:
     """Returns the files of a version in the form of messages."""
-    return {name: one.json() for name, one in files.items()}
+    return {name: file.json() for name, file in files.items()}
 
 
 def files_of(what: str, value: object) -> dict[str, FileAt]:
     """Returns the files in a message. Raises RefusedError."""
-    return {file_of(what, name): _file_at(what, one) for name, one in _object(what, value).items()}
+    return {
+        file_of(what, name): _file_at(what, file) for name, file in _object(what, value).items()
+    }
 
 
 def address_of(what: str, value: object) -> Address:
@@ -331,7 +333,7 @@ def segments_of(what: str, value: object) -> tuple[Segment, ...]:
     """Returns the segments in a message, with positions of descriptors. Raises RefusedError."""
     if not isinstance(value, list) or len(value) > MOST_DESCRIPTORS:
         raise _wrong(what, value, f"a list of at most {MOST_DESCRIPTORS} segments")
-    return tuple(_segment(what, one) for one in value)
+    return tuple(_segment(what, segment) for segment in value)
 
 
 def version_in(what: str, value: object) -> int:
@@ -357,9 +359,9 @@ def versions_of(value: object) -> dict[int, VersionInfo]:
     """Returns the versions in an answer. Raises RefusedError."""
     return {
         version_in("version", int(number)): VersionInfo(
-            files_of("files", one["files"]), one["complete"], one["info"]
+            files_of("files", version["files"]), version["complete"], version["info"]
         )
-        for number, one in _object("versions", value).items()
+        for number, version in _object("versions", value).items()
     }
 
 
@@ -370,7 +372,7 @@ def _file_at(what: str, value: object) -> FileAt:
         raise _wrong(what, value, '{"size": bytes, "at": [[host, port], ...]}')
     if not isinstance(at, list):
         raise _wrong(what, at, "a list of [host, port]")
-    return FileAt(size, tuple(address_of(what, one) for one in at))
+    return FileAt(size, tuple(address_of(what, address) for address in at))
 
 
 def _segment(what: str, value: object) -> Segment:
@@ -433,8 +435,8 @@ _CHECKS: Mapping[str, Callable[[str, object], object]] = {
 
 def _plain(value: object) -> object:
     """Returns the value of a request's field in the form of messages."""
-    if isinstance(value, tuple) and all(isinstance(one, Segment) for one in value):
-        return [[one.descriptor, one.offset, one.nbytes] for one in value]
-    if isinstance(value, dict) and any(isinstance(one, FileAt) for one in value.values()):
+    if isinstance(value, tuple) and all(isinstance(segment, Segment) for segment in value):
+        return [[segment.descriptor, segment.offset, segment.nbytes] for segment in value]
+    if isinstance(value, dict) and any(isinstance(segment, FileAt) for segment in value.values()):
         return files_json(value)
     return value

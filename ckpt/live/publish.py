@@ -323,10 +323,10 @@ class LiveState(Uncopied):
         index = 1 if self._slots[0].version == newest else 0
         slot, is_overdue = self._slots[index], False
         if slot.version is not None and is_one_host:
-            held = reclaim(self.hosts, slot.version, self._lease_seconds)
-            if held == Dropped.UNKNOWN:
+            dropped = reclaim(self.hosts, slot.version, self._lease_seconds)
+            if dropped == Dropped.UNKNOWN:
                 self._newest_at_home()  # raises if the server has ended
-            slot.held, slot.version = max(slot.held, held), None
+            slot.held, slot.version = max(slot.held, dropped), None
         elif slot.version is not None:
             is_overdue = self._retire(slot.version)
         return json.dumps([number, index, slot.held, is_overdue]).encode()
@@ -336,13 +336,13 @@ class LiveState(Uncopied):
 
         All ranks call this. A server that fails here fails the update later, too.
         """
-        number, index, held, is_overdue = json.loads(choice)
+        number, index, dropped, is_overdue = json.loads(choice)
         slot = self._slots[index]
         if len(self.hosts.addresses) > 1:
-            held = Dropped.FREE
+            dropped = Dropped.FREE
             if slot.version is not None:
-                held = self._drop_on_all(ranks, slot.version, is_overdue)
-        slot.held, slot.version = max(slot.held, Dropped(held)), None
+                dropped = self._drop_on_all(ranks, slot.version, is_overdue)
+        slot.held, slot.version = max(slot.held, Dropped(dropped)), None
         return number, index
 
     def _newest_at_home(self) -> int:
@@ -360,8 +360,8 @@ class LiveState(Uncopied):
 
     def _drop_on_all(self, ranks: Ranks, version: int, overdue: bool) -> Dropped:
         """Drops a version on each host; tells who still has its memory on this one."""
-        held = drop(self.hosts, version, overdue)
-        everyone = ranks.merge_records("dropping a version", bytes([held]), b"".join)
+        dropped = drop(self.hosts, version, overdue)
+        everyone = ranks.merge_records("dropping a version", bytes([dropped]), b"".join)
         at_hosts = zip(everyone, self.hosts.host_of, strict=True)
         return Dropped(max(how for how, at in at_hosts if at == self.hosts.here))
 
@@ -389,9 +389,9 @@ class LiveState(Uncopied):
         slot = self._slots[index]
         slot.version = version
         self._tried = max(self._tried, version)
-        held, slot.held = slot.held, Dropped.FREE
-        if held:
-            if held == Dropped.HELD:
+        dropped, slot.held = slot.held, Dropped.FREE
+        if dropped:
+            if dropped == Dropped.HELD:
                 slot.arena.discard()
             else:  # the server would send zeros; the memory ends with its last user
                 slot.arena.close()

@@ -28,7 +28,7 @@ class MemoryFile:
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.parts = tuple(segments)
-        self.nbytes = sum(one.nbytes for one in segments)
+        self.nbytes = sum(segment.nbytes for segment in segments)
         self._users = 1
         self._mapped: SharedFile | None = None
 
@@ -41,24 +41,24 @@ class MemoryFile:
         self._users -= 1
         if self._users == 0:
             self._mapped = None
-            for descriptor in {one.descriptor for one in self.parts}:
+            for descriptor in {part.descriptor for part in self.parts}:
                 os.close(descriptor)
 
     def mapped(self) -> SharedFile:
         """Returns the file as one that is read in this process; kept while the file is open."""
         if self._mapped is None:
-            own = {one.descriptor: os.dup(one.descriptor) for one in self.parts}
-            parts = [replace(one, descriptor=own[one.descriptor]) for one in self.parts]
+            own = {part.descriptor: os.dup(part.descriptor) for part in self.parts}
+            parts = [replace(part, descriptor=own[part.descriptor]) for part in self.parts]
             self._mapped = SharedFile(parts, None)
         return self._mapped
 
     def segments(self, lo: int, hi: int) -> Iterator[Segment]:
         at = 0
-        for one in self.parts:
-            first, last = max(lo, at), min(hi, at + one.nbytes)
+        for part in self.parts:
+            first, last = max(lo, at), min(hi, at + part.nbytes)
             if first < last:
-                yield Segment(one.descriptor, one.offset + first - at, last - first)
-            at += one.nbytes
+                yield Segment(part.descriptor, part.offset + first - at, last - first)
+            at += part.nbytes
 
 
 def in_memory(data: bytes) -> int:
@@ -79,21 +79,21 @@ def memory_file(parts: Sequence[Segment], descriptors: Sequence[int]) -> MemoryF
 
     Raises RefusedError if a descriptor is missing, unused, not a file, or too short.
     """
-    if {one.descriptor for one in parts} != set(range(len(descriptors))):
-        used = sorted({one.descriptor for one in parts})
+    if {part.descriptor for part in parts} != set(range(len(descriptors))):
+        used = sorted({part.descriptor for part in parts})
         raise RefusedError(
             "protocol", f"{len(descriptors)} descriptors came, and {used!r:.200} are used"
         )
-    for one in parts:
-        found = os.fstat(descriptors[one.descriptor])
-        if not stat.S_ISREG(found.st_mode) or one.offset + one.nbytes > found.st_size:
+    for part in parts:
+        found = os.fstat(descriptors[part.descriptor])
+        if not stat.S_ISREG(found.st_mode) or part.offset + part.nbytes > found.st_size:
             raise RefusedError(
                 "protocol",
-                f"bytes {one.offset} to {one.offset + one.nbytes} are not in descriptor "
-                f"{one.descriptor} of {found.st_size} bytes",
+                f"bytes {part.offset} to {part.offset + part.nbytes} are not in descriptor "
+                f"{part.descriptor} of {found.st_size} bytes",
             )
     return MemoryFile(
-        [Segment(descriptors[one.descriptor], one.offset, one.nbytes) for one in parts]
+        [Segment(descriptors[part.descriptor], part.offset, part.nbytes) for part in parts]
     )
 
 
@@ -123,13 +123,13 @@ class SharedFile:
         """`holder` lives as long as this file: its end tells the owner that nobody reads it."""
         self._segments = segments
         self._holder = holder
-        self._ends = list(accumulate(one.nbytes for one in segments))
-        found = {at: _map_sealed(at) for at in {one.descriptor for one in segments}}
-        self._sealed = [found[one.descriptor] for one in segments]
+        self._ends = list(accumulate(segment.nbytes for segment in segments))
+        found = {at: _map_sealed(at) for at in {segment.descriptor for segment in segments}}
+        self._sealed = [found[segment.descriptor] for segment in segments]
 
     def __del__(self) -> None:
         with suppress(AttributeError):  # an interrupt has ended `__init__`
-            for descriptor in {one.descriptor for one in self._segments}:
+            for descriptor in {segment.descriptor for segment in self._segments}:
                 os.close(descriptor)
 
     @property

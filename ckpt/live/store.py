@@ -144,7 +144,7 @@ class LiveStore(ReadOnlyStore):
 
     def sizes(self) -> dict[str, int]:
         """Returns the sizes of the files, by name."""
-        return {name: one.size for name, one in sorted(self._take_lease().files.items())}
+        return {name: file.size for name, file in sorted(self._take_lease().files.items())}
 
     def folders(self) -> list[str]:
         """Returns the versions, sorted by text; none for the URL of one version."""
@@ -286,8 +286,8 @@ class LiveStore(ReadOnlyStore):
             self._looked.clear()
         for store in beside.values():
             store.close()
-        for one in self._clients.values():
-            one.close()
+        for http_client in self._clients.values():
+            http_client.close()
         if local is not None:
             local.close()
         if lease is not None:  # last: bytes in flight are the server's memory
@@ -528,7 +528,7 @@ def news_in(answer: Answer, where: str) -> NewsAnswer:
             raise RefusedError("protocol", f"versions={versions!r:.80} is no list")
         return NewsAnswer(
             None if newest is None else version_in("newest", newest),
-            tuple(version_in("versions", one) for one in versions),
+            tuple(version_in("versions", version) for version in versions),
             _text(found["server"]),
         )
 

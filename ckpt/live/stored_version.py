@@ -47,13 +47,13 @@ class KeptSums:
 
     def before(self, number: int) -> int | None:
         """Returns the last version before `number` that was loaded; None without one."""
-        return max((one for one in self.sums if one < number), default=None)
+        return max((version for version in self.sums if version < number), default=None)
 
     def of(self, number: int) -> dict[tuple[int, Area], bytes]:
         """Returns the checksums of a version, to be filled by its loads."""
         if number not in self.sums:
             before = self.before(number)
-            self.sums = {one: sums for one, sums in self.sums.items() if one == before}
+            self.sums = {version: sums for version, sums in self.sums.items() if version == before}
         return self.sums.setdefault(number, {})
 
 
@@ -73,15 +73,15 @@ class _Opened:
         where = f"{store.url}/{LIVE_VERSION}"
         self.link = Link.load(store.read_whole(LIVE_VERSION, current().manifest_bytes), where)
         manifest = load(self.link.manifest.encode(), where)
-        self.files: dict[int, ShardFile] = {one.rank: one for one in manifest.files}
+        self.files: dict[int, ShardFile] = {file.rank: file for file in manifest.files}
         if self.link.before is not None and self.files.keys() != self.link.deltas.keys():
             raise FormatError(f"{where}: its deltas are not those of its shard files")
         self._frames: dict[int, list[tuple[int, int]]] = {}
 
     def data_bytes(self, rank: int) -> int:
         """Returns the bytes of the data of a shard file."""
-        one = self.files[rank]
-        return one.size - one.header_bytes - one.table_bytes
+        file = self.files[rank]
+        return file.size - file.header_bytes - file.table_bytes
 
     def head_and_table(self, rank: int) -> bytes:
         """Returns the bytes of a shard file in front of its data, and those behind."""
@@ -154,7 +154,7 @@ class StoredVersion(ReadOnlyStore):
         self._opened = {self._number: self._newest}
         self._parent = split_url(store.url)[0]
         self._whole: Store | None = None
-        self._ranks = {one.name: rank for rank, one in self._newest.files.items()}
+        self._ranks = {file.name: rank for rank, file in self._newest.files.items()}
         self._ends: dict[int, bytes] = {}
         """Headers and chunk tables."""
         self._kept = _KEPT.get(absolute(self._parent).rstrip("/"))
@@ -325,9 +325,9 @@ class StoredVersion(ReadOnlyStore):
         found = memoryview(bytearray(nbytes))
         inside = slice(lo - begin, hi - begin)
         self._whole_store().read_into(below.name, below.header_bytes + lo, found[inside])
-        for one in [*self._links(self._below, rank)][::-1]:
-            for at, frame in enumerate(one.frames(rank, first, last)):
-                one.apply(rank, frame, found[at * FRAME_BYTES : (at + 1) * FRAME_BYTES])
+        for link in [*self._links(self._below, rank)][::-1]:
+            for at, frame in enumerate(link.frames(rank, first, last)):
+                link.apply(rank, frame, found[at * FRAME_BYTES : (at + 1) * FRAME_BYTES])
         return found[inside]
 
 
@@ -355,7 +355,7 @@ class _StoredDelta:
         first = min(area.offset for area in areas) - self._begin
         end = max(area.offset + area.span for area in areas) - self._begin
         self._first, last = first // FRAME_BYTES, -(-end // FRAME_BYTES)
-        self._frames = [one.frames(rank, self._first, last) for one in links]
+        self._frames = [file.frames(rank, self._first, last) for file in links]
         self.nbytes = sum(len(frame) for some in self._frames for frame in some)
 
     def apply(self, area: Area, target: Array) -> bool:
@@ -383,8 +383,8 @@ class _StoredDelta:
         found = memoryview(bytearray(min(last * FRAME_BYTES, self._data_bytes) - begin))
         inside = area.of(found[lo - begin :])
         inside[...] = target
-        for one, frames in zip(self._links, self._frames, strict=True):
+        for link, frames in zip(self._links, self._frames, strict=True):
             for at in range(first, last):
                 memory = found[at * FRAME_BYTES - begin : (at + 1) * FRAME_BYTES - begin]
-                one.apply(self._rank, frames[at - self._first], memory)
+                link.apply(self._rank, frames[at - self._first], memory)
         target[...] = inside

@@ -81,7 +81,7 @@ class _Name:
     @property
     def visible(self) -> list[int]:
         return sorted(
-            number for number, one in self.versions.items() if one.phase is Phase.COMPLETE
+            number for number, row in self.versions.items() if row.phase is Phase.COMPLETE
         )
 
 
@@ -116,17 +116,17 @@ class Table:
     @property
     def is_ending(self) -> bool:
         """Whether every name is ending."""
-        return all(one.ends is not None for one in self._names.values())
+        return all(known.ends is not None for known in self._names.values())
 
     @property
     def held_bytes(self) -> int:
         """The bytes of all files."""
-        return sum(size or 0 for one in self._all() for size in one.files.values())
+        return sum(size or 0 for row in self._all() for size in row.files.values())
 
     @property
     def pulled_bytes(self) -> int:
         """The bytes of copies from other servers, also of those on their way."""
-        return sum(one.pulled_bytes for one in self._all())
+        return sum(row.pulled_bytes for row in self._all())
 
     def own(self, name: str, keep_seconds: float) -> None:
         """Adds an owner of a name; the name begins with its first owner."""
@@ -195,8 +195,8 @@ class Table:
             raise RefusedError("unknown", f"{name}/{version} was given up before it was complete")
         if not files:
             raise RefusedError("protocol", f"{name}/{version}: a version has at least one file")
-        one = found.versions.setdefault(version, _Version())
-        one.phase, one.places, one.info = Phase.COMPLETE, dict(files), dict(info)
+        row = found.versions.setdefault(version, _Version())
+        row.phase, row.places, row.info = Phase.COMPLETE, dict(files), dict(info)
         found.newest = max(version, -1 if found.newest is None else found.newest)
 
     def newest(self, name: str) -> tuple[int | None, list[int]]:
@@ -214,14 +214,14 @@ class Table:
             if version is None:
                 text = f"{name} has no version yet: wait for one with ckpt.follow"
                 raise RefusedError("unknown", text)
-        one = found.versions.get(version)
-        if one is None or one.phase is not Phase.COMPLETE:
-            raise self._missing(found, name, version, one)
+        row = found.versions.get(version)
+        if row is None or row.phase is not Phase.COMPLETE:
+            raise self._missing(found, name, version, row)
         if len(self.leases) >= MOST_LEASES:
             raise RefusedError("busy", f"{name} has {MOST_LEASES:,} leases, and no more")
         self.leases[key] = Lease(name, version, now + self.lease_seconds, is_bound)
-        one.leases.add(key)
-        return VersionLease(version, self.lease_seconds, one.places)
+        row.leases.add(key)
+        return VersionLease(version, self.lease_seconds, row.places)
 
     def renew(self, name: str, key: str, now: float) -> int:
         """Renews a lease; returns its version. Refused if the lease has ended."""
@@ -245,36 +245,36 @@ class Table:
 
     def retire(self, name: str, version: int, wait_seconds: float, now: float) -> None:
         """Gives no new leases on a version; existing ones may go on for `wait_seconds`."""
-        one = self._version(name, version)
+        row = self._version(name, version)
         deadline = now + wait_seconds
-        if one.phase is Phase.RETIRING:
-            deadline = min(deadline, one.deadline)
-        one.phase, one.deadline = Phase.RETIRING, deadline
+        if row.phase is Phase.RETIRING:
+            deadline = min(deadline, row.deadline)
+        row.phase, row.deadline = Phase.RETIRING, deadline
 
     def is_retired(self, name: str, version: int) -> bool | None:
         """Returns whether a retired version is overdue (rule 3); None while its leases last."""
-        one = self._version(name, version)
-        return None if one.leases else one.is_overdue
+        row = self._version(name, version)
+        return None if row.leases else row.is_overdue
 
     def drop(self, name: str, version: int) -> Forgotten:
         """Forgets a version."""
         found = self._name(name)
-        one = self._version(name, version)
-        for key in list(one.leases):
+        row = self._version(name, version)
+        for key in list(row.leases):
             self._end(key)
         del found.versions[version]
-        if one.phase is not Phase.OPEN:  # the number of a failed version is free again
+        if row.phase is not Phase.OPEN:  # the number of a failed version is free again
             found.last_dropped = max(found.last_dropped, version)
         return Forgotten(name, version)
 
     def find(self, name: str, version: int, file: str) -> int:
         """Returns the size of a file that is here."""
         found = self._name(name, is_ending_fine=True)
-        one = found.versions.get(version)
-        size = None if one is None else one.files.get(file)
-        is_retired = one is not None and one.phase is Phase.RETIRING and not one.leases
-        if one is None or size is None or is_retired:
-            raise self._missing(found, name, version, one, file)
+        row = found.versions.get(version)
+        size = None if row is None else row.files.get(file)
+        is_retired = row is not None and row.phase is Phase.RETIRING and not row.leases
+        if row is None or size is None or is_retired:
+            raise self._missing(found, name, version, row, file)
         return size
 
     def is_committed(self, name: str, version: int) -> bool:
@@ -284,21 +284,21 @@ class Table:
     def places(self, name: str, version: int) -> Mapping[str, FileAt]:
         """Returns the files of a visible version."""
         found = self._name(name)
-        one = found.versions.get(version)
-        if one is None or one.phase is not Phase.COMPLETE:
-            raise self._missing(found, name, version, one)
-        return one.places
+        row = found.versions.get(version)
+        if row is None or row.phase is not Phase.COMPLETE:
+            raise self._missing(found, name, version, row)
+        return row.places
 
     def versions(self, name: str) -> dict[int, VersionInfo]:
         """Returns all versions but those that retire."""
         return {
             number: VersionInfo(
-                dict(one.places) or {key: FileAt(size or 0, ()) for key, size in one.files.items()},
-                one.phase is Phase.COMPLETE,
-                dict(one.info),
+                dict(row.places) or {key: FileAt(size or 0, ()) for key, size in row.files.items()},
+                row.phase is Phase.COMPLETE,
+                dict(row.info),
             )
-            for number, one in sorted(self._name(name).versions.items())
-            if one.phase is not Phase.RETIRING
+            for number, row in sorted(self._name(name).versions.items())
+            if row.phase is not Phase.RETIRING
         }
 
     def remove(self, name: str, wait_seconds: float, now: float) -> None:
@@ -320,7 +320,7 @@ class Table:
         for name, found in list(self._names.items()):
             if found.kept_until is not None and found.ends is None and found.kept_until <= now:
                 self.remove(name, self.lease_seconds, now)
-            if found.ends is not None and not any(one.leases for one in found.versions.values()):
+            if found.ends is not None and not any(row.leases for row in found.versions.values()):
                 forgotten += [Forgotten(name, number) for number in found.versions]
                 del self._names[name]
         return forgotten
@@ -328,7 +328,7 @@ class Table:
     def next_at(self) -> float | None:
         """Returns the time of the next change that comes by itself; None if there is none."""
         times = [lease.ends for lease in self.leases.values()]
-        times += [one.deadline for one in self._all() if one.phase is Phase.RETIRING and one.leases]
+        times += [row.deadline for row in self._all() if row.phase is Phase.RETIRING and row.leases]
         for found in self._names.values():
             if found.ends is not None:
                 times.append(found.ends)
@@ -360,8 +360,8 @@ class Table:
 
     def _writable(self, name: str, version: int, file: str) -> _Version:
         found = self._name(name)
-        one = found.versions.get(version)
-        if one is not None and file in one.files:
+        row = found.versions.get(version)
+        if row is not None and file in row.files:
             raise RefusedError("exists", f"{name}/{version}/{file} is here already")
         self._check_rises(name, found, version)
         return found.versions.setdefault(version, _Version())
@@ -377,10 +377,10 @@ class Table:
             del versions[version]
 
     def _missing(
-        self, found: _Name, name: str, version: int, one: _Version | None, file: str = ""
+        self, found: _Name, name: str, version: int, row: _Version | None, file: str = ""
     ) -> RefusedError:
         newest = found.visible[-1] if found.visible else None
-        is_past = one.phase is Phase.RETIRING if one is not None else version <= found.last_dropped
+        is_past = row.phase is Phase.RETIRING if row is not None else version <= found.last_dropped
         if is_past:
             now = "none is newer" if newest is None else f"{newest} is the newest"
             text = f"version {version} of {name} was replaced ({now}): load again"

@@ -131,8 +131,8 @@ def _by_other_names(
     ):
         return matched, agreed
     finding = partial(_find_names, ranks, matched, state, options)
-    other, told = ranks.run_and_compare(MATCHING, finding, Matched.fingerprints)
-    return (other, told) if told.same["names"] else (matched, agreed)
+    other, fingerprints = ranks.run_and_compare(MATCHING, finding, Matched.fingerprints)
+    return (other, fingerprints) if fingerprints.same["names"] else (matched, agreed)
 
 
 def _find_names(ranks: Ranks, own: Matched, state: object, options: LoadOptions) -> Matched:
@@ -219,8 +219,8 @@ class Matched:
             return
         url = without_secrets(self.source.url)
         _log.info("%s is loaded by %s", url, self.names.title)
-        only = [Difference(one, "unexpected", OF_A_HEAD) for one in self.names.left]
-        only += [Difference(one, "missing", "is in no file of this class") for one in self.kept]
+        only = [Difference(name, "unexpected", OF_A_HEAD) for name in self.names.left]
+        only += [Difference(name, "missing", "is in no file of this class") for name in self.kept]
         if only:
             warn(
                 make_skipped_warning(url, only, f"a load by {self.names.title}"),
@@ -329,19 +329,19 @@ class KeptMatch:
         if kept is None or key is None:
             return None
         own_key, found, known = kept
-        given = [tensor for one in known if (tensor := one()) is not None]
-        if key != own_key or len(given) < len(known):
+        tensors = [tensor for item in known if (tensor := item()) is not None]
+        if key != own_key or len(tensors) < len(known):
             return None
         check_mode()
-        targets = [Target(one, describe(one, "", ranks.mesh)[0]) for one in given]
+        targets = [Target(item, describe(item, "", ranks.mesh)[0]) for item in tensors]
         return replace(found, targets=targets, differences=[], install=lambda: state)
 
     def put(self, key: object, found: Match) -> None:
         """Keeps a match, unless a later load has more to do than to read tensors."""
         others = (found.installs, found.checks, found.differences, found.unexpected, found.shared)
-        given = [target.given for target in found.targets]
-        known = [ref(one) for one in given if isinstance(one, torch.Tensor)]
-        is_whole = key is not None and not any(others) and len(known) == len(given)
+        tensors = [target.given for target in found.targets]
+        known = [ref(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+        is_whole = key is not None and not any(others) and len(known) == len(tensors)
         self._kept = (
             (key, replace(found, targets=[], install=type(None)), known) if is_whole else None
         )
@@ -410,7 +410,7 @@ def _module_key(module: nn.Module, key: list[object]) -> bool:
     tensors, hidden = {**parts[0], **parts[1]}, own.get("_non_persistent_buffers_set", ())
     key.append((id(module), kind, *map(len, parts), *tensors, *own["_modules"], *hidden))
     return all(tensor is None or _target_key(tensor, key) for tensor in tensors.values()) and all(
-        one is None or _module_key(one, key) for one in own["_modules"].values()
+        child is None or _module_key(child, key) for child in own["_modules"].values()
     )
 
 
@@ -445,14 +445,14 @@ def _has_base(source: Source, found: Match, rank: int, options: LoadOptions) -> 
     ]
     if not likely:
         return False
-    likely.sort(key=lambda one: (one[1].ndim < 2, one[1].numel()))
+    likely.sort(key=lambda pair: (pair[1].ndim < 2, pair[1].numel()))
     from ckpt.transfer.live_deltas import apply_delta  # zstandard is for those who need it
 
     limits = Limits(PROBE_BYTES, PROBE_BYTES, PROBE_BYTES)
     for item, local in likely[:PROBES]:
         requests = requests_for(records[item.source], item.layout.pieces(rank))
         ranges = byte_ranges_of(requests, verify=True, limits=limits)
-        largest = [max(ranges, key=lambda one: one.wanted_bytes)]
+        largest = [max(ranges, key=lambda pair: pair.wanted_bytes)]
         copy = torch.empty(local.shape, dtype=local.dtype).copy_(local)
         applied = apply_delta(store, largest, [memory_of(copy)], PAYS)
         if applied is None or not (applied.is_base and applied.left):
@@ -514,15 +514,15 @@ def agree_on_plans(
         hint=matched.hint or _fused_hint(matched.match),
     )
     checking = partial(_check_plans, matched, ranks, check)
-    plans, told = ranks.run_and_compare(
+    plans, records = ranks.run_and_compare(
         PLANNING,
         partial(checking, matched.exchanges),
         Plans.fingerprints,
         number=matched.budget,
     )
-    if not told.same["exchanges"]:
+    if not records.same["exchanges"]:
         plans = ranks.run_on_all(PLANNING, partial(checking, False))
-    return plans, told.number
+    return plans, records.number
 
 
 FUSED = (("qkv_proj", "q_proj"), ("gate_up_proj", "gate_proj"))
@@ -535,7 +535,7 @@ def _fused_hint(found: Match) -> str:
     missing = [
         difference.name for difference in found.differences if difference.problem == "missing"
     ]
-    is_fused = any(one.replace(*names) in lacking for one in missing for names in FUSED)
+    is_fused = any(name.replace(*names) in lacking for name in missing for names in FUSED)
     return "mapping='any-hf-fused'" if is_fused else ""
 
 

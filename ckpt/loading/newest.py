@@ -102,12 +102,12 @@ def newest_first(checkpoints: Iterable[T], age: Callable[[T], Age]) -> list[T]:
     counted.sort(key=lambda row: row[0], reverse=True)
     times = list(accumulate((time for _, time, _ in reversed(counted)), max))
     ordered = [
-        ((time, natural(age(one).name)), one)
-        for time, (_, _, one) in zip(reversed(times), counted, strict=True)
+        ((time, natural(age(item).name)), item)
+        for time, (_, _, item) in zip(reversed(times), counted, strict=True)
     ]
     others.sort(key=lambda row: row[0], reverse=True)
     merged = heapq.merge(ordered, others, key=lambda row: row[0], reverse=True)
-    return [one for _, one in merged]
+    return [item for _, item in merged]
 
 
 def order_of(text: str) -> tuple[int, int] | None:
@@ -266,7 +266,7 @@ def list_checkpoints(
             Committed(name, _time(store, name, facts.metadata, checkpoints), facts.metadata)
             for name, facts in checkpoints.facts.items()
         ]
-    return Listed(newest_first(committed, lambda one: one.age), checkpoints)
+    return Listed(newest_first(committed, lambda checkpoint: checkpoint.age), checkpoints)
 
 
 def wrong_with(

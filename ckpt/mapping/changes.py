@@ -113,7 +113,7 @@ class Changes:
     def check_config_is_used(self) -> None:
         """Raises ArgumentError for a `config` from which no mapping takes a size (rule 4)."""
         if self.config is not None and all(
-            one.rules and not one.parameters for one in self.mappings
+            mapping.rules and not mapping.parameters for mapping in self.mappings
         ):
             raise ArgumentError(
                 f"config={without_secrets(os.fspath(self.config))!r} has no effect: no mapping "
@@ -155,10 +155,10 @@ class Changes:
 
     def _find(self, name: str, before: list[TensorMapping], source: Source) -> TensorMapping:
         """Returns the mapping that a name stands for, after others (rule 6)."""
-        ways = [one for one in mapping_names() if one.endswith(name.removeprefix("auto"))]
+        ways = [way for way in mapping_names() if way.endswith(name.removeprefix("auto"))]
         config = self._config_if_used(source)
         kind = config.get("model_type")
-        known = [one for one in map(find_mapping, ways) if kind in one.model_types]
+        known = [way for way in map(find_mapping, ways) if kind in way.model_types]
         where = f"{without_secrets(source.url)}: {name!r}"
         if not known:
             raise ArgumentError(
@@ -212,8 +212,10 @@ class Changes:
 
     def _config_if_used(self, source: Source) -> Mapping[str, object]:
         """Returns the configuration of the model; empty if there is none or none is needed."""
-        given = set(self.parameters or ())
-        if all(one.rules and given >= set(one.parameters) for one in self.mappings):
+        parameters = set(self.parameters or ())
+        if all(
+            mapping.rules and parameters >= set(mapping.parameters) for mapping in self.mappings
+        ):
             return {}
         if self.config is not None:
             return config_of(read_configs(self.config), "config=")
@@ -319,11 +321,11 @@ def _place(source: Source, part: Part) -> str:
     if part == "optimizer":
         if len(optimizers) == 1:
             return optimizers[0]
-        said = f"{len(optimizers)} optimizers: {', '.join(optimizers)}" if optimizers else "none"
+        listed = f"{len(optimizers)} optimizers: {', '.join(optimizers)}" if optimizers else "none"
         raise _no_part(
             url,
             "an optimizer is a dict with `state` and `param_groups`, and the checkpoint has "
-            f"{said}; name it with select=",
+            f"{listed}; name it with select=",
             tree,
         )
     if place := place_of_model(source.catalog):
@@ -368,23 +370,29 @@ def place_of_module(catalog: Catalog, url: str) -> str:
     tree, path, is_named = catalog.tree, "", False
     while isinstance(tree, dict | list | tuple):
         entries: Mapping[Key, Tree] = tree if isinstance(tree, dict) else dict(enumerate(tree))
-        held = [
+        places = [
             key
             for key, item in entries.items()
             if not is_of_training(key) and next(weights_in(catalog, item), None) is not None
         ]
-        models = [key for key in held if _is_model(key, entries[key]) or not isinstance(tree, dict)]
-        if len(held) > 1 and models:
-            named = ", ".join(join(path, key) for key in held[:SHOWN_NAMES])
+        models = [
+            key for key in places if _is_model(key, entries[key]) or not isinstance(tree, dict)
+        ]
+        if len(places) > 1 and models:
+            named = ", ".join(join(path, key) for key in places[:SHOWN_NAMES])
             raise ArgumentError(
                 f"{url}: several entries hold weights ({named}), and a Hugging Face folder has "
                 f"one model: name it with select='{join(path, models[0])}', or take everything, "
                 "under its full names, with select=''"
             )
-        if len(held) != 1 or isinstance(entries[held[0]], TensorRef) or (is_named and not models):
+        if (
+            len(places) != 1
+            or isinstance(entries[places[0]], TensorRef)
+            or (is_named and not models)
+        ):
             return path
-        path, tree, is_named = join(path, held[0]), entries[held[0]], True
-        if isinstance(tree, list | tuple) and held[0] != MODEL_LIST:
+        path, tree, is_named = join(path, places[0]), entries[places[0]], True
+        if isinstance(tree, list | tuple) and places[0] != MODEL_LIST:
             return path.rpartition(".")[0]
     return path
 

@@ -152,7 +152,7 @@ class Group:
 
     def _dtype(self) -> DType:
         first, *others = self.records.values()
-        other = next((one for one in others if one.dtype != first.dtype), None)
+        other = next((member for member in others if member.dtype != first.dtype), None)
         if other is not None:
             raise ArgumentError(
                 f"{self.rule.where}: {first.name} is {first.dtype} and {other.name} is "

@@ -231,7 +231,9 @@ def plans_of(
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     dtype = casts.of_all
     if dtype is None and config.get(key) is not None and len(written) == 1:
-        dtype = next((one for one in written if one.name in FLOATS), None)
+        dtype = next(
+            (written_dtype for written_dtype in written if written_dtype.name in FLOATS), None
+        )
     if dtype is not None and CONFIG in content and config.get(key) != dtype.torch_name:
         config[key] = dtype.torch_name
         content[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()

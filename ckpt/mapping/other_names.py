@@ -128,10 +128,10 @@ def _with_prefix(catalog: Catalog, names: Set[str]) -> Iterator[OtherNames]:
     """Yields the names with the one prefix that makes all of them names of the target (rule 2)."""
     saved = [name for name, _ in leaves(catalog.tree)]
     missing = sorted({*names} - {*saved})[:6]  # the rest has the same prefix
-    more = {one.removesuffix(f".{first}") for first in missing for one in saved} - {*saved}
-    less = {first.removesuffix(f".{one}") for first in missing for one in saved} - {*missing}
-    fitting = {one: one for one in saved if one in names}
-    for rename in [*({one: ""} for one in sorted(more)), *({"": one} for one in sorted(less))]:
+    more = {old.removesuffix(f".{first}") for first in missing for old in saved} - {*saved}
+    less = {first.removesuffix(f".{old}") for first in missing for old in saved} - {*missing}
+    fitting = {old: old for old in saved if old in names}
+    for rename in [*({old: ""} for old in sorted(more)), *({"": old} for old in sorted(less))]:
         changes = Changes(rename=rename | (fitting if "" in rename else {}))
         if names >= {*map(renamer(changes.rename), saved)}:
             with suppress(ArgumentError):  # two tensors get one name
@@ -154,7 +154,7 @@ def _of_transformers(
         return None
     declared = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or ["(?!)"]))
     buffers = {_last_two(name) for name, _ in model.named_buffers()} - {*map(_last_two, names)}
-    stale = {one for one, new in left.items() if declared.search(new) or _last_two(new) in buffers}
+    stale = {old for old, new in left.items() if declared.search(new) or _last_two(new) in buffers}
     rest = {name: new for name, new in left.items() if name not in stale}
     is_its_own = config.get("model_type") == model.config.model_type
     heads = tuple(_heads(rest.items(), names)) if is_its_own else ()
@@ -230,9 +230,11 @@ def _converted(
         tables: Any = import_module("transformers.conversion_mapping")
         conversions = tables.get_model_conversion_mapping(model)
         rename, order = core.rename_source_key, core.dot_natural_key
-    converters = [one for one in conversions if hasattr(one, "operations")]
-    renamings = [one for one in conversions if not hasattr(one, "operations")]
-    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    converters = [conversion for conversion in conversions if hasattr(conversion, "operations")]
+    renamings = [conversion for conversion in conversions if not hasattr(conversion, "operations")]
+    by_pattern = {
+        pattern: conversion for conversion in converters for pattern in conversion.source_patterns
+    }
     prefix = model.base_model_prefix
     records: dict[str, TensorRecord] = {}
     left: dict[str, str] = {}
@@ -274,7 +276,7 @@ def _rename_of_4(model: Any) -> Callable[..., tuple[str, None]]:
         name = next(changed, name).replace("LayerNorm.gamma", "LayerNorm.weight")
         name = name.replace("LayerNorm.beta", "LayerNorm.bias")
         around = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
-        return next((one for one in around if one in names), name), None
+        return next((new_name for new_name in around if new_name in names), name), None
 
     return rename
 
@@ -311,13 +313,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         several = args[0] if name in ("cat", "stack") else args[:1]
-        inputs = [self._views[id(one)] for one in several if id(one) in self._views]
+        inputs = [self._views[id(tensor)] for tensor in several if id(tensor) in self._views]
         if len(inputs) == len(several) and len({dtype for *_, dtype in inputs}) == 1:
             results = [result] if isinstance(result, torch.Tensor) else [*result]
             dtype = inputs[0][2]
             made = _views_of(name, [view for _, view, _ in inputs], args, kwargs or {}, results)
-            for one, view in zip(results, made, strict=False):
-                self._views[id(one)] = one, view, dtype
+            for tensor, view in zip(results, made, strict=False):
+                self._views[id(tensor)] = tensor, view, dtype
         return result
 
 

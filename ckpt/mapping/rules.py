@@ -431,10 +431,10 @@ def sizes_of(dims: Dims, shape: Shape, known: Mapping[str, int], where: str) -> 
         others = prod(known[axis] for axis in dim if axis in known)
         rest = size // others if others and unknown else 1
         if others * rest != size:
-            given = ", ".join(f"{axis} = {known[axis]}" for axis in dim if axis in known)
+            sizes = ", ".join(f"{axis} = {known[axis]}" for axis in dim if axis in known)
             raise ArgumentError(
                 f"{where}: a dimension of {size} of shape {list(shape)} is not ({' '.join(dim)}) "
-                f"with {given}"
+                f"with {sizes}"
             )
         found.update({axis: known.get(axis, rest) for axis in dim})
     return found

@@ -211,18 +211,18 @@ class _Matcher:
             if key not in self._filled:
                 self._builder.differ(name, "missing", NOT_SAVED)
 
-    def _tensor(self, given: TensorLike, name: str) -> None:
+    def _tensor(self, target: TensorLike, name: str) -> None:
         builder = self._builder
         if not builder.selection.is_all:
             builder.owns(name)
             if name not in builder.selection:
                 return
-        part = part_of(given) if isinstance(given, torch.Tensor) else given
-        tensor = given if part is None else part
+        part = part_of(target) if isinstance(target, torch.Tensor) else target
+        tensor = target if part is None else part
         self._keep.append(tensor)
         address = host_address(tensor)  # nearly every tensor has one, and no problem
-        unfit = None if address else _unfit(given)
-        key = id(given) if unfit else identity(tensor, address)
+        unfit = None if address else _unfit(target)
+        key = id(target) if unfit else identity(tensor, address)
         saved = builder.saved.leaves.get(name, MISSING)
         if isinstance(saved, Missing):
             self._lacking[name] = key
@@ -234,7 +234,7 @@ class _Matcher:
             )
             return
         record = builder.saved.catalog.tensors[saved.name]
-        if unfit is not None and (_is_lazy(given) or getattr(given, "is_nested", False)):
+        if unfit is not None and (_is_lazy(target) or getattr(target, "is_nested", False)):
             builder.differ(name, "structure", unfit)  # it has no shape
         elif record.shape != tensor.shape:
             builder.differ(
@@ -399,23 +399,23 @@ class _Matcher:
         if self._builder.chooses(name):
             self._builder.differ(name, problem, detail)
 
-    def _match_resized(self, given: torch.Tensor, name: str) -> Installer | None:
+    def _match_resized(self, tensor: torch.Tensor, name: str) -> Installer | None:
         """Matches a tensor that gets the saved shape in its module's `load_state_dict`.
 
         Returns None for a lazy tensor that is not loaded.
         """
         saved = self._builder.saved.leaves.get(name, MISSING)
-        is_lazy = _is_lazy(given)
+        is_lazy = _is_lazy(tensor)
         if name not in self._builder.selection or not isinstance(saved, TensorRef):
-            self._tensor(given, name)
-            return None if is_lazy else lambda: given
+            self._tensor(tensor, name)
+            return None if is_lazy else lambda: tensor
         record = self._builder.saved.catalog.tensors[saved.name]
-        if not is_lazy and tuple(given.shape) == record.shape:
-            self._tensor(given, name)
-            return lambda: given
+        if not is_lazy and tuple(tensor.shape) == record.shape:
+            self._tensor(tensor, name)
+            return lambda: tensor
         self._builder.owns(name)
         self._builder.used.add(name)
-        if (lossy := dtype_problem(record.dtype, given.dtype, self._fit.casting)) is not None:
+        if (lossy := dtype_problem(record.dtype, tensor.dtype, self._fit.casting)) is not None:
             self._builder.differ(name, "dtype", lossy)
             return None
         return self._builder.whole(saved, name)
@@ -494,25 +494,25 @@ def _shapes(named: NamedParameter) -> Iterator[tuple[str, tuple[int, ...]]]:
     return zip(named.names, shapes, strict=True)
 
 
-def _unfit(given: TensorLike) -> str | None:
+def _unfit(tensor: TensorLike) -> str | None:
     """Returns why a load cannot fill a tensor of the target; None if it can."""
-    if isinstance(given, LocalPart):
-        return memory_problem(given.local)
-    if getattr(given, "is_meta", False):
+    if isinstance(tensor, LocalPart):
+        return memory_problem(tensor.local)
+    if getattr(tensor, "is_meta", False):
         return (
             "is on the meta device; call to_empty() on the module first, and then make its buffers "
             "with persistent=False again: no checkpoint has them"
         )
-    found = kind_problem(given)
-    if found is None and not is_sharded(given):
-        found = memory_problem(getattr(given, "_local_tensor", given))
+    found = kind_problem(tensor)
+    if found is None and not is_sharded(tensor):
+        found = memory_problem(getattr(tensor, "_local_tensor", tensor))
     return None if found is None else f"the target cannot be filled; {found}"
 
 
-def _is_lazy(given: object) -> bool:
+def _is_lazy(value: object) -> bool:
     """Whether a tensor has no shape before its module runs."""
-    return type(given) not in ORDINARY and isinstance(
-        given, UninitializedParameter | UninitializedBuffer
+    return type(value) not in ORDINARY and isinstance(
+        value, UninitializedParameter | UninitializedBuffer
     )
 
 

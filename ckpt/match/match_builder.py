@@ -255,7 +255,7 @@ def casting_of(dtype: str | None, casting: str) -> Casting | None:
     Raises:
         ArgumentError: an argument has another value, or `casting` is set without `dtype`.
     """
-    known = [one.value for one in Casting]
+    known = [member.value for member in Casting]
     if dtype not in (None, "target"):
         raise ArgumentError(f"dtype is 'target' or None, not {dtype!r}")
     if casting not in known:
@@ -272,16 +272,18 @@ def dtype_problem(stored: DType, wanted: torch.dtype, casting: Casting | None) -
     name = str(wanted).removeprefix("torch.")
     if stored.torch_name == name:
         return None
-    said = f"the checkpoint has dtype {stored}, the target has {name}"
+    problem = f"the checkpoint has dtype {stored}, the target has {name}"
     if casting is None:
-        return f"{said}; pass dtype='target' to cast"
+        return f"{problem}; pass dtype='target' to cast"
     target = BY_TORCH_NAME.get(name)
     if target is None or PACKED in (stored.name, target.name):
-        return f"{said}; torch cannot cast one to the other: load into a tensor of dtype {stored}"
+        return (
+            f"{problem}; torch cannot cast one to the other: load into a tensor of dtype {stored}"
+        )
     if casting is Casting.UNSAFE or keeps_values(stored, target):
         return None
     return (
-        f"{said}, and a cast may change values: load into a tensor of dtype {stored}, or pass "
+        f"{problem}, and a cast may change values: load into a tensor of dtype {stored}, or pass "
         "casting='unsafe' to cast nevertheless"
     )
 

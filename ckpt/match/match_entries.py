@@ -53,7 +53,7 @@ from sharding.describe.members import FlatSlice, LocalPart, NamedParameter
 
 
 def match_slices(
-    builder: MatchBuilder, named: NamedParameter, held: Mapping[object, object], path: str
+    builder: MatchBuilder, named: NamedParameter, entries: Mapping[object, object], path: str
 ) -> Installer:
     """Matches the state of a flat parameter with the saved state of its names below a path.
 
@@ -74,9 +74,9 @@ def match_slices(
             found.append(_Saved(where, part, saved))
         elif not isinstance(saved, Missing):
             builder.differ(where, "structure", "is not a dict of entries in the checkpoint")
-    before = dict(held) if left_out else {}
+    before = dict(entries) if left_out else {}
     keys = dict.fromkeys(key for each in found for key in each.entries)
-    matching = _Slices(builder, named, held, found)
+    matching = _Slices(builder, named, entries, found)
     steps = {key: matching.entry(key) for key in keys}
     return lambda: before | {key: step() for key, step in steps.items()}
 
@@ -131,9 +131,9 @@ class _Slices:
     def _place(self, key: Key, pairs: list[tuple[_Saved, TensorRecord]]) -> Installer:
         """Makes a tensor like the flat parameter and an item for each slice (rule 1)."""
         dtype = torch_dtype(pairs[0][1].dtype.torch_name)
-        held, parameter = self.held.get(key), self.named.parameter
-        if isinstance(held, torch.Tensor) and held.shape == parameter.shape:
-            tensor = held.to(dtype)
+        entry, parameter = self.held.get(key), self.named.parameter
+        if isinstance(entry, torch.Tensor) and entry.shape == parameter.shape:
+            tensor = entry.to(dtype)
         else:
             tensor = zeros_placed_like(parameter, dtype)
         for each, record in pairs:

@@ -91,8 +91,8 @@ def match_optimizer(
     named, kept, state = names.named, state_of(optimizer), join(path, "state")
     for each in named if not builder.selection.is_all else ():
         own = [f"{state}.{name}" for name in each.names]
-        held = kept.get(each.parameter, {})
-        builder.owns(*own, *(f"{name}.{key}" for name in own for key in held))
+        entries = kept.get(each.parameter, {})
+        builder.owns(*own, *(f"{name}.{key}" for name in own for key in entries))
     if packed is None:
         return lambda: optimizer
     return _OptimizerMatch(builder, optimizer, named, path, state, packed).run()
@@ -221,7 +221,7 @@ class _OptimizerMatch:
         self._find_divided(places, where)
         empty = [position for position, names in enumerate(members) if not names]
         others = [(position, at) for position, at in enumerate(places) if members[position]]
-        if empty and len(saved) == len(members) and all(one == at for one, at in others):
+        if empty and len(saved) == len(members) and all(place == at for place, at in others):
             return list(range(len(members)))
         theirs = [at for at, group in saved.items() if not group.names]
         for position, at in zip(empty, theirs, strict=False):
@@ -360,7 +360,7 @@ class _OptimizerMatch:
             ]
             yield SavedState(name, len(shape), frozenset(saved), frozenset(placed) - {STEP})
 
-    def _parameter_state(self, named: NamedParameter, held: object) -> Installer:
+    def _parameter_state(self, named: NamedParameter, entries: object) -> Installer:
         """Matches the saved state of one parameter (rule 2)."""
         parameter, state = named.parameter, self.state
         if named.slices:
@@ -371,7 +371,7 @@ class _OptimizerMatch:
             return lambda: divided() or None
         name = named.names[0]
         where = f"{state}.{name}"
-        mine = held.get(name, {}) if isinstance(held, dict) else {}
+        mine = entries.get(name, {}) if isinstance(entries, dict) else {}
         below = self.builder.saved.under(where)
         if where in self.builder.left_out:
             return lambda: mine or None
@@ -554,7 +554,7 @@ def _undo_casts(
             continue
         now = kept.get(parameters[index], {})
         for key, value in entries.items():
-            held = now.get(key)
-            both = isinstance(value, torch.Tensor) and isinstance(held, torch.Tensor)
-            if both and held.dtype != value.dtype:
-                now[key] = value.to(held.device)
+            entry = now.get(key)
+            both = isinstance(value, torch.Tensor) and isinstance(entry, torch.Tensor)
+            if both and entry.dtype != value.dtype:
+                now[key] = value.to(entry.device)

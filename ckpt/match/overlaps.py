@@ -193,23 +193,23 @@ class Placed(NamedTuple):
 
 def conflict(group: Sequence[Placed]) -> Difference | None:
     """Returns a difference if two targets of a group get different bytes at one address."""
-    group = [one for one in group if one.local.numel()]
+    group = [item for item in group if item.local.numel()]
     if len(group) < 2:
         return None
-    extents = [_extent(one.name, one.local) for one in group]
-    lo, hi = min(extent.lo for extent in extents), max(one.hi for one in extents)
+    extents = [_extent(item.name, item.local) for item in group]
+    lo, hi = min(extent.lo for extent in extents), max(item.hi for item in extents)
     memory, owner = np.zeros(hi - lo, np.uint8), np.zeros(hi - lo, np.int32)
     for number, (name, local, values) in enumerate(group, 1):
         shape = (*local.shape, local.itemsize)
         steps = (*(step * local.itemsize for step in local.stride()), 1)
         at = local.data_ptr() - lo
-        held = np.ndarray(shape, np.uint8, memory.data, at, steps)
+        view = np.ndarray(shape, np.uint8, memory.data, at, steps)
         owned = np.ndarray(shape, np.int32, owner.data, at * 4, tuple(step * 4 for step in steps))
         bits = np.frombuffer(memory_of(_as_stored(values, local)), np.uint8).reshape(shape)
-        differs = (owned > 0) & (held != bits)
+        differs = (owned > 0) & (view != bits)
         if differs.any():
             return differing(group[int(owned[differs][0]) - 1].name, name, int((owned > 0).sum()))
-        held[...] = bits
+        view[...] = bits
         owned[...] = number
     return None
 
@@ -260,7 +260,7 @@ def overlapping(extents: Iterable[Extent]) -> Iterator[tuple[str, str]]:
     """
     together: list[Extent] = []
     end = ("", 0)
-    for extent in sorted(extents, key=lambda one: one[:3]):
+    for extent in sorted(extents, key=lambda bounds: bounds[:3]):
         if (extent.device, extent.lo) >= end:
             yield from _in_cluster(together)
             together = []

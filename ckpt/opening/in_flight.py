@@ -65,7 +65,7 @@ class SaveQueue:
     def begin(self, save: InFlight, thread: threading.Thread) -> None:
         """Registers a save as the one in flight, before its thread starts. The last has ended."""
         self._last = save
-        self._threads[:] = [*(one for one in self._threads if one.is_alive()), thread]
+        self._threads[:] = [*(live for live in self._threads if live.is_alive()), thread]
         _watch_exit()
 
     def is_busy(self) -> bool:

@@ -336,11 +336,11 @@ class Below:
         """Whether the checkpoint lies directly in this folder."""
         return self.folder.rstrip("/") == folder.rstrip("/")
 
-    def advice(self, given: str) -> str:
+    def advice(self, url: str) -> str:
         """Returns a remedy for a user who gave the folder `given` in the place of a checkpoint."""
         verb, effect = ("latest", "prints the newest") if self.is_native else ("ls", "lists them")
         command = f"`ckpt {verb} {shlex.quote(self.folder)}` {effect}"
-        if self.is_in(given):
+        if self.is_in(url):
             return f"give one of these folders, such as {self.checkpoint} ({command})"
         return f"{self.folder} is a folder of checkpoints: {command}"
 
@@ -352,9 +352,9 @@ def checkpoints_below(
     with suppress(OSError):
         inside = {name: store.entries(name) for name in _last(entries, LOOKS)}
         deeper = (
-            (f"{name}/{one}", store.entries(f"{name}/{one}"))
+            (f"{name}/{folder}", store.entries(f"{name}/{folder}"))
             for name, names in inside.items()
-            for one in _last(names, DEEPER_LOOKS)
+            for folder in _last(names, DEEPER_LOOKS)
         )
         for name, names in chain(inside.items(), deeper):
             is_native = not {MANIFEST, LIVE_VERSION}.isdisjoint(names)

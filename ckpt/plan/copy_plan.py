@@ -99,23 +99,23 @@ def find_alike(unit: CopyUnit, chunk_bytes: int, nbytes_of: Callable[[int], int]
     Only bytes count whose checksums the new file takes over: chunks of `chunk_bytes`, or, in a file
     without checksums, bytes without any. `nbytes_of` gives the bytes of a tensor by its number.
     """
-    ranges = {one.at: one for one in unit.ranges}
+    ranges = {same.at: same for same in unit.ranges}
     if unit.literals or unit.late or unit.places or unit.span or len(ranges) != len(unit.runs):
         return None
     begin, chunks = None, list[Sequence[Chunk]]()
     for run in unit.runs:
-        one = ranges.get(run.at)
-        begin = one if begin is None else begin
-        if one is None or begin is None or one.file != begin.file or one.lo - begin.lo != run.at:
+        same = ranges.get(run.at)
+        begin = same if begin is None else begin
+        if same is None or begin is None or same.file != begin.file or same.lo - begin.lo != run.at:
             return None
-        stored = one.request.extent.chunks
+        stored = same.request.extent.chunks
         if not chunk_bytes:
-            if stored is not None or one.request.extent.crc32 is not None:
+            if stored is not None or same.request.extent.crc32 is not None:
                 return None
             continue
-        if stored is None or stored.compressed or one.chunk < 0 or run.lo % chunk_bytes:
+        if stored is None or stored.compressed or same.chunk < 0 or run.lo % chunk_bytes:
             return None
-        own = [stored[one.chunk + at] for at in range(-(-run.nbytes // chunk_bytes))]
+        own = [stored[same.chunk + at] for at in range(-(-run.nbytes // chunk_bytes))]
         sizes = {chunk.stored_bytes for chunk in own[:-1]} | {stored.chunk_bytes}
         is_end = run.lo + run.nbytes == nbytes_of(run.tensor)
         last = own[-1].stored_bytes if own else chunk_bytes

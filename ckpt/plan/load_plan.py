@@ -169,8 +169,8 @@ class LoadPlan:
         for number, round_ in enumerate(self.scatter_rounds):
             hasher.update(repr(round_.sends).encode())
             for move in round_.moves:
-                said = (number, move.name, move.itemsize, move.have, move.want)
-                hasher.update(repr(said).encode())
+                move_text = (number, move.name, move.itemsize, move.have, move.want)
+                hasher.update(repr(move_text).encode())
         return hasher.intdigest()
 
 
@@ -392,9 +392,9 @@ def rank_reads(
         rank,
         sum(any(map(copies.numel, copies.pieces(item.layout, rank))) for item in items),
         wanted,
-        sum(max(one.hi for one in group) - group[0].lo for group in groups),
+        sum(max(span.hi for span in group) - group[0].lo for group in groups),
         len(groups),
-        len({one.file for one in ranges}),
+        len({span.file for span in ranges}),
     )
 
 

@@ -220,8 +220,8 @@ def byte_ranges_of(
             first, cut, _ = cuts[key]
             by = offset - first
             cut = [
-                one._replace(lo=one.lo + by, hi=one.hi + by, request=request, file=file)
-                for one in cut
+                piece._replace(lo=piece.lo + by, hi=piece.hi + by, request=request, file=file)
+                for piece in cut
             ]
         else:
             cut = list(_Cut(request, verify, limits).byte_ranges(box_copy))

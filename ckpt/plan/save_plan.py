@@ -293,7 +293,7 @@ def _on_host(name: str, layout: Layout, host: frozenset[int]) -> Layout:
             f"host's ranks {sorted(host)[:8]} cannot store their parts alone; give the mesh an "
             "axis along which whole hosts are replicas, or leave out local="
         )
-    placements = tuple(chosen.get(axis, one) for axis, one in enumerate(layout.placements))
+    placements = tuple(chosen.get(axis, own) for axis, own in enumerate(layout.placements))
     return Layout(layout.shape, mesh, placements)
 
 

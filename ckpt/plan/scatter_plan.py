@@ -300,13 +300,13 @@ def elements_held(layout: Layout) -> np.ndarray:
             end = np.minimum(hi, lo + start + placement.stride)
             lo = lo + np.maximum(start, 0)
             hi = np.maximum(lo, end)
-    held, parts = hi - lo, 1
+    elements, parts = hi - lo, 1
     for placement, size, index in axes:
         if isinstance(placement, Only):
-            held = held * (index == placement.index)
+            elements = elements * (index == placement.index)
         elif isinstance(placement, Split):
             parts *= size
-    return np.broadcast_to(-(-held // parts), sizes).reshape(-1)
+    return np.broadcast_to(-(-elements // parts), sizes).reshape(-1)
 
 
 @lru_cache(maxsize=64)

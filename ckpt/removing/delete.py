@@ -107,8 +107,10 @@ def was_deleted(
         _check_unpinned(store.url, store.options)
         if gone is not None:
             parent, _ = split_url(place)
-            beside = {join_url(parent, name): name for name in (split_url(one)[1] for one in gone)}
-            check_unused(store.url, options, {beside[one] for one in gone if one in beside})
+            beside = {
+                join_url(parent, name): name for name in (split_url(step)[1] for step in gone)
+            }
+            check_unused(store.url, options, {beside[step] for step in gone if step in beside})
             gone.add(place)
             return True
         if withdraw(store, data, look):

@@ -149,10 +149,10 @@ def gc(
         # A bucket does not list a folder that holds only an incomplete upload.
         begun = store.list_unfinished()
         seen = _Listing.of(store, begun)
-        above = {one.name.split("/")[0] for one in begun if "/" in one.name}
+        above = {entry.name.split("/")[0] for entry in begun if "/" in entry.name}
         folders = store.folders() if seen is None else seen.folders
         inside = [join_url(place, name) for name in sorted({*folders, *above})]
-        inside = [one for one in inside if link_at(one) is None]
+        inside = [entry for entry in inside if link_at(entry) is None]
         found = _collect([place], look_up, age, delete, storage_options, seen, is_inside=False)
         return found + _collect(
             inside, lambda: base_files(store), age, delete, storage_options, seen
@@ -192,9 +192,9 @@ def remove_old(store: Store) -> None:
             if left_over.is_old
         ]
         needed, folder = base_files_beside(store.url, store.options) if left_overs else (None, "")
-        for one in left_overs:
-            if needed is None or not needed.cover(folder, one.name):
-                _remove(store, OLD_SECONDS, one)
+        for rest in left_overs:
+            if needed is None or not needed.cover(folder, rest.name):
+                _remove(store, OLD_SECONDS, rest)
 
 
 def old_versions(url: str | os.PathLike[str], storage_options: Options = None) -> tuple[int, int]:
@@ -251,29 +251,29 @@ def _collect(
                 warn(UnreadableWarning(f"{place} was left out: {error}"), stacklevel=3)
     # The borrowed files are looked up after the named ones: a save that borrows later finds its
     # base without the file and commits nothing.
-    if any(one.kind == SHARD for one in left_overs):
+    if any(file.kind == SHARD for file in left_overs):
         needed = look_up()
         moment = now()
         left_overs = [
-            one
-            for one in left_overs
-            if not needed.cover(_name(one.folder), one.name, moment - one.age_seconds)
+            file
+            for file in left_overs
+            if not needed.cover(_name(file.folder), file.name, moment - file.age_seconds)
         ]
     if not delete:
         return left_overs
     removed: set[LeftOver] = set()
-    for place in dict.fromkeys(one.folder for one in left_overs if one.is_old):
+    for place in dict.fromkeys(file.folder for file in left_overs if file.is_old):
         with open_store(place, options) as store, Pool(WORKERS, "ckpt-gc") as pool:
             again = {
                 _key(left_over)
                 for left_over in _find_left_overs(store, place, places, age)
                 if left_over.is_old
             }
-            chosen = [one for one in left_overs if one.folder == place and _key(one) in again]
+            chosen = [file for file in left_overs if file.folder == place and _key(file) in again]
             list(pool.map(partial(_remove, store, age), chosen))
             removed |= {*chosen}
             store.remove_if_empty()
-    return [replace(one, was_removed=one in removed) for one in left_overs]
+    return [replace(file, was_removed=file in removed) for file in left_overs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,20 +436,20 @@ def _is_written(name: str) -> bool:
     return complete in _MODEL_FILES or _WRITTEN.fullmatch(complete) is not None
 
 
-def _remove(store: Store, age: float, one: LeftOver) -> None:
-    if one.kind == FOLDER:
+def _remove(store: Store, age: float, entry: LeftOver) -> None:
+    if entry.kind == FOLDER:
         for name in store.names():
             store.delete(name)
-    elif one.kind == UPLOAD:
+    elif entry.kind == UPLOAD:
         for begun in store.list_unfinished():
-            if begun.name == one.name and now() - begun.started >= age:
+            if begun.name == entry.name and now() - begun.started >= age:
                 store.abort(begun)
     else:
-        store.delete(one.name)
+        store.delete(entry.name)
 
 
-def _key(one: LeftOver) -> tuple[str, str]:
-    return one.name, one.kind
+def _key(entry: LeftOver) -> tuple[str, str]:
+    return entry.name, entry.kind
 
 
 def _name(place: str) -> str:

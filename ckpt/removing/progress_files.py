@@ -110,7 +110,7 @@ class Watch:
         if name and local_path(self.url) is not None:
             with suppress(PermissionError), open_store(above) as store:
                 saves += self._find_conversions(above, store, store.list_unfinished(), name)
-        return sorted(saves, key=lambda one: -one.changed)
+        return sorted(saves, key=lambda save: -save.changed)
 
     def _inside(self, url: str, name: str) -> Iterator[UnderWay]:
         """Yields what is under way in a folder and in the folders that changed last in it."""
@@ -174,19 +174,19 @@ class Watch:
                     found.append(_complete(store, name, size, None))
         return tuple(sorted(found, key=lambda file: natural(file.name)))
 
-    def _part(self, url: str, store: Store, one: Unfinished, rank: int | None) -> FileUnderWay:
+    def _part(self, url: str, store: Store, save: Unfinished, rank: int | None) -> FileUnderWay:
         path = local_path(url)
         if path is None:
-            return FileUnderWay(one.name, rank, "uploading", None, None, one.started)
-        key = url, one.upload_id
+            return FileUnderWay(save.name, rank, "uploading", None, None, save.started)
+        key = url, save.upload_id
         if key not in self._planned:
-            planned = _total_bytes(store, one)
+            planned = _total_bytes(store, save)
             if planned is not None:
                 self._planned[key] = planned
         total = self._planned.get(key)
-        nbytes = min(one.nbytes, _space(os.path.join(path, one.upload_id), one.nbytes))
+        nbytes = min(save.nbytes, _space(os.path.join(path, save.upload_id), save.nbytes))
         phase: Phase = "flushing" if total is not None and nbytes >= total else "writing"
-        return FileUnderWay(one.name, rank, phase, nbytes, total, one.started)
+        return FileUnderWay(save.name, rank, phase, nbytes, total, save.started)
 
 
 def _by_folder(begun: Sequence[Unfinished]) -> dict[str, list[Unfinished]]:
@@ -219,16 +219,16 @@ def _complete(store: Store, name: str, size: int, rank: int | None) -> FileUnder
     return FileUnderWay(name, rank, "written", size, size, _local_mtime(store, name))
 
 
-def _total_bytes(store: Store, one: Unfinished) -> int | None:
+def _total_bytes(store: Store, save: Unfinished) -> int | None:
     """Returns the size that the header of a file under way tells; None if it does not."""
-    if not one.name.endswith(".safetensors"):
+    if not save.name.endswith(".safetensors"):
         return None
     try:
-        length = int.from_bytes(store.read(one.upload_id, 0, PREFIX_BYTES), "little")
+        length = int.from_bytes(store.read(save.upload_id, 0, PREFIX_BYTES), "little")
         if not 0 < length <= current().header_bytes:
             return None
         lo = max(0, length - END_BYTES)
-        end = store.read(one.upload_id, PREFIX_BYTES + lo, length - lo)
+        end = store.read(save.upload_id, PREFIX_BYTES + lo, length - lo)
     except (OSError, FormatError):  # the header is not there yet, or the file is complete now
         return None
     ends = [int(digits) for digits in _OFFSETS.findall(end)]
@@ -257,9 +257,9 @@ def rates(
     return rates_by_key
 
 
-def key(one: UnderWay, file: FileUnderWay) -> tuple[str, str, str]:
+def key(save: UnderWay, file: FileUnderWay) -> tuple[str, str, str]:
     """Returns the names by which two looks know a file."""
-    return one.name, one.attempt, file.name
+    return save.name, save.attempt, file.name
 
 
 def seconds_left(file: FileUnderWay, rate: float | None) -> float | None:

@@ -226,7 +226,7 @@ class Checkpointer(Uncopied):
         if memory is not None:
             how = self._arguments
             self._memory = self._ranks.memory_tier(memory, how.group, how.timeout, self._failures)
-            steps += [one for one, _ in self._ranks.memory_steps(self._memory)]
+            steps += [memory_step for memory_step, _ in self._ranks.memory_steps(self._memory)]
         self._newest_before = max((step.step for step in steps), default=None)
         self._counter = RunCounter(steps)
 

@@ -266,10 +266,10 @@ class RunRanks:
         """Returns the places to restore from and their steps, the best first; `step` or all."""
         candidates = [] if memory is None else self.memory_steps(memory)
         near = [] if tier is None else self.local_steps(tier.steps)
-        candidates += [(one, tier.place(one.step)) for one in near if tier is not None]
-        candidates += [(one, self.place(one.step)) for one in self.steps()]
-        candidates = newest_first(candidates, lambda one: one[0].age)
-        places = [(place, one.step) for one, place in candidates if step in (None, one.step)]
+        candidates += [(pair, tier.place(pair.step)) for pair in near if tier is not None]
+        candidates += [(pair, self.place(pair.step)) for pair in self.steps()]
+        candidates = newest_first(candidates, lambda pair: pair[0].age)
+        places = [(place, pair.step) for pair, place in candidates if step in (None, pair.step)]
         return places if places or step is None else [(self.place(step), step)]
 
     def places_in(self, url: str, options: Options) -> list[str]:
@@ -319,9 +319,9 @@ class RunRanks:
         return answer
 
 
-def _row(one: RunStep) -> list[object]:
-    age = [one.step, one.name, one.time, one.order]
-    return [*age, dict(one.metrics), one.is_damaged, one.nonfinite]
+def _row(step: RunStep) -> list[object]:
+    age = [step.step, step.name, step.time, step.order]
+    return [*age, dict(step.metrics), step.is_damaged, step.nonfinite]
 
 
 def _of_row(row: Sequence[Any]) -> RunStep:

@@ -184,14 +184,14 @@ def _newer(ranks: Ranks, url: str, look: _Look, seen: _Seen | None, timeout: flo
     with ranks.call("ckpt.follow"):
         while True:
             found, error = result_or_error(find) if ranks.rank == 0 else (None, None)
-            told = ranks.agree(
+            newest = ranks.agree(
                 "waiting for a newer version",
                 error,
                 number=0 if found is None else found.number + 1,
                 note=b"" if found is None else found.url.encode(),
             )
-            if told.number:
-                return found or _Seen(told.number - 1, told.note.decode())
+            if newest.number:
+                return found or _Seen(newest.number - 1, newest.note.decode())
 
 
 def _looks_at(store: LiveStore, address: LiveUrl) -> _Look:

@@ -114,8 +114,11 @@ def sum_of(
 ) -> WeightedSum:
     """Returns the sum that the arguments of `merge` name."""
     urls, adapters = (
-        [os.fspath(url) for url in ([given] if isinstance(given, str | os.PathLike) else given)]
-        for given in (sources, lora)
+        [
+            os.fspath(url)
+            for url in ([argument] if isinstance(argument, str | os.PathLike) else argument)
+        ]
+        for argument in (sources, lora)
     )
     if last is not None:
         if len(urls) != 1 or type(last) is not int or last < 1:
@@ -125,7 +128,7 @@ def sum_of(
             raise ArgumentError(
                 f"{without_secrets(urls[0])} has {len(steps)} checkpoints, and last={last}"
             )
-        urls = [join_url(urls[0], one.name) for one in reversed(steps[:last])]
+        urls = [join_url(urls[0], last_step.name) for last_step in reversed(steps[:last])]
     if weights is not None and ema is not None:
         raise ArgumentError("ema= is in place of weights=; give one of them")
     if ema is not None:

@@ -217,14 +217,14 @@ class RunStep:
 
 def newest_steps(steps: Iterable[RunStep]) -> list[RunStep]:
     """Returns the checkpoints, those saved last first (rule 3)."""
-    return newest_first(steps, lambda one: one.age)
+    return newest_first(steps, lambda step: step.age)
 
 
 def best_first(steps: Sequence[RunStep], metric: str, mode: Mode) -> list[RunStep]:
     """Returns the checkpoints that have the metric, the best one first (rule 4)."""
     sign = 1.0 if mode == "min" else -1.0
-    known = [one for one in steps if not math.isnan(one.metrics.get(metric, math.nan))]
-    return sorted(newest_steps(known), key=lambda one: sign * one.metrics[metric])
+    known = [step for step in steps if not math.isnan(step.metrics.get(metric, math.nan))]
+    return sorted(newest_steps(known), key=lambda step: sign * step.metrics[metric])
 
 
 def removable(steps: Sequence[RunStep], keep: Keep, now: float) -> list[RunStep]:

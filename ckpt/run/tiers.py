@@ -145,10 +145,10 @@ class LocalTier:
         with suppress(CkptError, OSError):
             remove_marked(one_spelling(self.options.folder), f"{self.mark:08x}")
 
-    def _check_own(self, name: str, said: str) -> None:
+    def _check_own(self, name: str, server_job: str) -> None:
         """Raises ArgumentError for a step of another run."""
         try:
-            run = json.loads(said)["run"]
+            run = json.loads(server_job)["run"]
         except (ValueError, TypeError, KeyError):
             run = None
         if run != without_secrets(self.run):
@@ -388,7 +388,9 @@ class MemoryTier:
         def list_versions() -> object:
             if server is None:
                 return None
-            versions = {number: _json(one) for number, one in server.versions().items()}
+            versions = {
+                number: _json(description) for number, description in server.versions().items()
+            }
             return [list(server.address), versions]
 
         rows = gather(ranks, ranks.run_on_all("listing the steps in memory", list_versions))
@@ -397,13 +399,13 @@ class MemoryTier:
         found = whole(servers)
 
         def tell() -> None:
-            for one in found:
-                if server is not None and server.address in one.servers:
-                    server.commit(one.version, one.files, one.info)
+            for version in found:
+                if server is not None and server.address in version.servers:
+                    server.commit(version.version, version.files, version.info)
 
         ranks.run_on_all("telling the servers of each other", tell)
         here = hosts.addresses[hosts.here]
-        return [(one.step, _url(hosts, one, here)) for one in found]
+        return [(version.step, _url(hosts, version, here)) for version in found]
 
     def close(self, is_over: bool) -> None:
         """Ends the servers if the run is over; else they keep the last steps for its next start."""

@@ -315,9 +315,9 @@ def _differing(ranks: Ranks, merged: MergedState, hashes: ReplicaHashes) -> list
     return names
 
 
-def _warn_of_values(ranks: Ranks, held: MergedState) -> None:
+def _warn_of_values(ranks: Ranks, merged: MergedState) -> None:
     """Warns of this rank's plain values that are not stored."""
-    names = held.conflicting_values if held.same_values else other_than_first(ranks, held)
+    names = merged.conflicting_values if merged.same_values else other_than_first(ranks, merged)
     if names:
         warn(conflict(ranks, names), stacklevel=4)
 
@@ -421,8 +421,8 @@ def _record_for_hosts(
     ranks: Ranks, attempt: SaveAttempt, records: Sequence[bytes]
 ) -> tuple[list[bytes], SaveAttempt]:
     """Returns all ranks' records, and the attempt with rank 0's metadata. All ranks call this."""
-    told = [[record.decode() for record in records], dict(attempt.options.metadata)]
-    found, metadata = json.loads(ranks.broadcast(json.dumps(told).encode()))
+    message = [[record.decode() for record in records], dict(attempt.options.metadata)]
+    found, metadata = json.loads(ranks.broadcast(json.dumps(message).encode()))
     options = replace(attempt.options, metadata=metadata)
     return [record.encode() for record in found], replace(attempt, options=options)
 

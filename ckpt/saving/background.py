@@ -293,7 +293,7 @@ class _Save:
             return
         clock = Clock(CALL, self._ranks.rank, self._ranks.world_size)
         place = staged[0].arena_writer if staged else None
-        kept = [one.data for one in staged]
+        kept = [part.data for part in staged]
         written = None
         if error is None:
             written, error = _attempt(lambda: self._write(staged.pop(), clock))
@@ -480,8 +480,8 @@ class SaveHandle(Uncopied):
 
     def untold(self) -> Exception | None:
         """Returns the error of the save, once."""
-        told, self._is_told = self._is_told, True
-        return None if told else self._error
+        was_told, self._is_told = self._is_told, True
+        return None if was_told else self._error
 
     def warn_untold(self, stacklevel: int = 2) -> None:
         """Gives the warning about the second output, once."""

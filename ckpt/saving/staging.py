@@ -215,9 +215,11 @@ def waiting(found: Sequence[Slot], state: object, least_of_device: int = 0) -> l
     Parts on a device have more than `least_of_device` bytes: the call starts their copies, and
     would wait for the device's queued work if it copied a single one itself.
     """
-    held = addresses_of_hooked(state)
+    hooked = addresses_of_hooked(state)
     least = least_of_device
-    return [number for number, slot in enumerate(found) if held and _can_wait(slot, held, least)]
+    return [
+        number for number, slot in enumerate(found) if hooked and _can_wait(slot, hooked, least)
+    ]
 
 
 def divide(found: Sequence[Slot], state: object, bound: int) -> Ring | None:
@@ -397,8 +399,8 @@ def _check_unchanged(changed: Sequence[str]) -> None:
         )
 
 
-def _can_wait(slot: Slot, held: set[int], least: int) -> bool:
-    return storage_of(slot.local) in held and (
+def _can_wait(slot: Slot, hooked: set[int], least: int) -> bool:
+    return storage_of(slot.local) in hooked and (
         slot.item.nbytes > least
         if slot.local.is_cuda
         else slot.item.nbytes > SMALL_BYTES and slot.is_plain
@@ -563,9 +565,9 @@ _HOOKING = Optimizer.profile_hook_step(lambda *_: None).__code__
 """The code of torch's wrapper, which all wrapped steps share."""
 
 
-def runs_hooks(given: Optimizer) -> bool:
+def runs_hooks(optimizer: Optimizer) -> bool:
     """Whether the hooks of an optimizer run before its step writes any tensor (rule 3)."""
-    step: Any = vars(given).get("step", type(given).step)
+    step: Any = vars(optimizer).get("step", type(optimizer).step)
     step = getattr(step, "__func__", step)
     if getattr(step, "__globals__", None) is vars(lr_scheduler):
         step = getattr(step, "__wrapped__", None)
@@ -587,18 +589,18 @@ def optimizers(state: object, depth: int = 0) -> Iterator[Optimizer]:
 
 def addresses_of_hooked(state: object) -> set[int]:
     """Returns the addresses of storages in a state that only steps with hooks write to."""
-    held: set[int] = set()
+    addresses: set[int] = set()
     free: set[int] = set()
     for found in optimizers(state):
-        (held if runs_hooks(found) else free).update(_storages(found))
-    return held - free - {0}
+        (addresses if runs_hooks(found) else free).update(_storages(found))
+    return addresses - free - {0}
 
 
-def _storages(given: Optimizer) -> Iterator[int]:
+def _storages(optimizer: Optimizer) -> Iterator[int]:
     """Yields the addresses of the storages of an optimizer's parameters and state."""
-    for group in given.param_groups:
+    for group in optimizer.param_groups:
         yield from map(storage_of, group["params"])
-    for state in given.state.values():
+    for state in optimizer.state.values():
         if isinstance(state, Mapping):
             yield from (storage_of(v) for v in state.values() if isinstance(v, torch.Tensor))
 

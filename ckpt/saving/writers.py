@@ -117,11 +117,11 @@ class WriterProcess:
             self._connection.send_bytes(message)
             if arena is not None:
                 send_handle(self._connection, arena.descriptor, self.process.pid)
-            freed = told = 0
+            freed = reported = 0
             while True:
                 if fill is not None:
                     self._connection.send_bytes(b"%b%d" % (FILLED, fill(freed)))
-                told = _follow(self._connection, self._arena, progress, told)
+                reported = _follow(self._connection, self._arena, progress, reported)
                 answer = self._connection.recv_bytes()
                 if not answer.startswith(FREED):
                     return answer
@@ -154,19 +154,19 @@ def _start_process(arena: Arena) -> tuple[Connection, subprocess.Popen[bytes]]:
     return ours, process
 
 
-def _follow(connection: Connection, arena: Arena, progress: Progress | None, told: int) -> int:
+def _follow(connection: Connection, arena: Arena, progress: Progress | None, reported: int) -> int:
     """Returns once there is a message, and calls `progress` with the bytes written meanwhile.
 
     Returns the bytes that `progress` has been told; `told` are those of before.
     """
     while not connection.poll(None if progress is None else POLL_SECONDS):
-        told = _tell(progress, told, arena.progress())
-    return _tell(progress, told, arena.progress())
+        reported = _tell(progress, reported, arena.progress())
+    return _tell(progress, reported, arena.progress())
 
 
-def _tell(progress: Progress | None, told: int, done: int) -> int:
-    if progress is not None and done > told:
-        progress(done - told)
+def _tell(progress: Progress | None, reported: int, done: int) -> int:
+    if progress is not None and done > reported:
+        progress(done - reported)
     return done
 
 

@@ -250,9 +250,9 @@ class _Flattener:
     def _walk_typed(
         self, kind: Kind, node: object, path: tuple[object, ...], name: str
     ) -> TypedValue:
-        given = enumerate(kind.parts(node))
+        children = enumerate(kind.parts(node))
         before = len(self.names)
-        parts = [self._walk(part, (*path, at), name) for at, part in given]
+        parts = [self._walk(part, (*path, at), name) for at, part in children]
         self.names[before:] = [name]
         if any(map(holds_tensor, parts)):
             raise StateError(
@@ -271,37 +271,37 @@ class _Flattener:
             self.names[names:] = [name]
         return items if type(node) is list else tuple(items)
 
-    def _ordinary(self, given: torch.Tensor, path: tuple[object, ...], name: str) -> TensorRef:
+    def _ordinary(self, tensor: torch.Tensor, path: tuple[object, ...], name: str) -> TensorRef:
         """Describes a tensor of an ordinary type: `_tensor` in short, for nearly all tensors."""
-        address, dtype = address_of(given), _DTYPES.get(given.dtype)
-        if not address or dtype is None or self._paths is not None or part_of(given) is not None:
-            return self._tensor(given, path, name)
+        address, dtype = address_of(tensor), _DTYPES.get(tensor.dtype)
+        if not address or dtype is None or self._paths is not None or part_of(tensor) is not None:
+            return self._tensor(tensor, path, name)
         if self._at.setdefault(address, name) is not name:
-            return self._tensor(given, path, name)
+            return self._tensor(tensor, path, name)
         self.names.append(name)
         self._tensors += 1
-        local = given.detach() if given.requires_grad else given
+        local = tensor.detach() if tensor.requires_grad else tensor
         self._leaves[name] = Leaf(
-            name, dtype, local, get_replicated(given.shape, self._world), given
+            name, dtype, local, get_replicated(tensor.shape, self._world), tensor
         )
         return TensorRef(name)
 
-    def _tensor(self, given: TensorLike, path: tuple[object, ...], name: str) -> TensorRef:
+    def _tensor(self, tensor: TensorLike, path: tuple[object, ...], name: str) -> TensorRef:
         self.names.append(name)
         self._tensors += 1
         if self._paths is not None:
             self._check_name(name, path, self._paths)
-        before = None if type(given) in ORDINARY else describe_known(given)
+        before = None if type(tensor) in ORDINARY else describe_known(tensor)
         if before is not None and address_of(before[0]):
             local, layout = before
-            first = self._seen.setdefault(id(given), name)
+            first = self._seen.setdefault(id(tensor), name)
         else:
-            local, layout, given = self._describe(given, path, name)
-            first = self._first_name(given, name)
-        dtype = _DTYPES.get(given.dtype) or _dtype_of(given.dtype, path)
+            local, layout, tensor = self._describe(tensor, path, name)
+            first = self._first_name(tensor, name)
+        dtype = _DTYPES.get(tensor.dtype) or _dtype_of(tensor.dtype, path)
         if first is name:
-            self._leaves[name] = Leaf(name, dtype, local, layout, given)
-            is_ordered = type(given) not in ORDINARY or local.is_contiguous()
+            self._leaves[name] = Leaf(name, dtype, local, layout, tensor)
+            is_ordered = type(tensor) not in ORDINARY or local.is_contiguous()
             if not is_ordered and is_dense(local.shape, local.stride()):
                 self._strides[name] = local.stride()
         else:
@@ -309,15 +309,15 @@ class _Flattener:
         return TensorRef(first)
 
     def _describe(
-        self, given: TensorLike, path: tuple[object, ...], name: str
+        self, target: TensorLike, path: tuple[object, ...], name: str
     ) -> tuple[torch.Tensor, Layout, TensorLike]:
         """Returns the local part of a tensor, its layout, and the tensor that was described."""
-        tensor = given
-        if isinstance(given, torch.Tensor):
-            if type(given) is not torch.Tensor:
-                given = wait_for(given)
-                tensor = part_of(given) or given
-            if (problem := kind_problem(given)) is not None:
+        tensor = target
+        if isinstance(target, torch.Tensor):
+            if type(target) is not torch.Tensor:
+                target = wait_for(target)
+                tensor = part_of(target) or target
+            if (problem := kind_problem(target)) is not None:
                 raise StateError(f"{format_path(path)}: {problem}")
         local, layout = describe(tensor, name, self._world)
         if (problem := memory_problem(local)) is not None:

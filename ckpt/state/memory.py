@@ -136,7 +136,7 @@ def copy_in_range(name: str, source: torch.Tensor, target: torch.Tensor, remedy:
     """Copies elements into a tensor of another dtype. Raises as `check_range`."""
     parts = [(source, target)]
     if source.is_contiguous() and is_plain(target):  # each part is checked, and then in the cache
-        flat = (torch.split(one.view(-1), CHECKED_ELEMENTS) for one in (source, target))
+        flat = (torch.split(tensor.view(-1), CHECKED_ELEMENTS) for tensor in (source, target))
         parts = list(zip(*flat, strict=True))
     for some, into in parts:
         check_range(name, some, into.dtype, remedy)

@@ -170,27 +170,27 @@ def _tensors_of(flat: FlatState) -> dict[str, StoredTensor]:
     return tensors
 
 
-def other_than_first(ranks: Ranks, held: MergedState) -> tuple[str, ...]:
+def other_than_first(ranks: Ranks, merged: MergedState) -> tuple[str, ...]:
     """Returns the names of this rank's plain values that differ from rank 0's.
 
     All ranks call this if their structures are equal and their values are not. Communicates.
     """
-    mine = summary(StateSpec({}, {}, without_tensors(held.whole.tree)))
+    mine = summary(StateSpec({}, {}, without_tensors(merged.whole.tree)))
     first = ranks.broadcast(mine)
     found = conflicting_values(unpack_spec(mine).tree, unpack_spec(first).tree)
     return tuple(dict.fromkeys(found))
 
 
-def with_values_of_first(ranks: Ranks, held: MergedState) -> MergedState:
+def with_values_of_first(ranks: Ranks, merged: MergedState) -> MergedState:
     """Returns the state with rank 0's plain values, and the names of those that this rank loses.
 
     All ranks call this if their structures are equal and their values are not. Communicates.
     """
-    mine = summary(held.whole)
+    mine = summary(merged.whole)
     own, first = (unpack_spec(text).tree for text in (mine, ranks.broadcast(mine)))
     lost = tuple(dict.fromkeys(conflicting_values(own, first)))
-    whole = replace(held.whole, tree=first)
-    return replace(held, whole=whole, same_values=True, conflicting_values=lost)
+    whole = replace(merged.whole, tree=first)
+    return replace(merged, whole=whole, same_values=True, conflicting_values=lost)
 
 
 def conflict(ranks: Ranks, names: Sequence[str]) -> ValuesWarning:

@@ -244,15 +244,15 @@ class Selection:
         """Raises ArgumentError unless each pattern matches a name and the selection chooses one."""
         idle = self.idle(names)
         if idle:
-            said = "; ".join(f"{claim.role}: {claim.advice(names)}" for claim in idle)
-            raise ArgumentError(f"{where}: {said}")
+            problems = "; ".join(f"{claim.role}: {claim.advice(names)}" for claim in idle)
+            raise ArgumentError(f"{where}: {problems}")
 
 
-def _patterns(name: str, given: object) -> tuple[str, ...]:
+def _patterns(name: str, value: object) -> tuple[str, ...]:
     """Returns the patterns of an argument. Raises for one that is no text or no expression."""
-    several = isinstance(given, Iterable) and not isinstance(given, str)
+    several = isinstance(value, Iterable) and not isinstance(value, str)
     patterns: list[str] = []
-    for pattern in given if several else () if given is None else (given,):  # type: ignore[attr-defined]
+    for pattern in value if several else () if value is None else (value,):  # type: ignore[attr-defined]
         if not isinstance(pattern, str):
             raise ArgumentTypeError(
                 f"{name} has {pattern!r:.80}; a pattern is text, and a regular expression stands "
@@ -286,16 +286,16 @@ class Claim:
     def advice(self, names: Collection[str]) -> str:
         """Returns the problem, with similar names, and the remedy."""
         if self.include and self.exclude:
-            given = ", ".join(map(repr, self.exclude))
+            excluded = ", ".join(map(repr, self.exclude))
             count = len(_plain(names)) if self.include == ("*",) else "the included"
-            return f"all {count} names are excluded by {given}; exclude less"
+            return f"all {count} names are excluded by {excluded}; exclude less"
         [pattern] = self.include or self.exclude
         return no_name(pattern, names)
 
     def __str__(self) -> str:
-        said = {"include": self.include, "exclude": self.exclude}
+        arguments = {"include": self.include, "exclude": self.exclude}
         return ", ".join(
-            f"{role}={pattern!r}" for role, patterns in said.items() for pattern in patterns
+            f"{role}={pattern!r}" for role, patterns in arguments.items() for pattern in patterns
         )
 
 
@@ -396,10 +396,10 @@ class Casts:
         ('float32', 'bfloat16')
         """
         every: dict[str, object] = {} if dtype is None else {"*": dtype}
-        given = {**dtype} if isinstance(dtype, Mapping) else every
-        for pattern in given:
+        dtypes = {**dtype} if isinstance(dtype, Mapping) else every
+        for pattern in dtypes:
             expression(pattern)  # raises for a regular expression that is none
-        return cls(tuple((pattern, _check_dtype(name)) for pattern, name in given.items()))
+        return cls(tuple((pattern, _check_dtype(name)) for pattern, name in dtypes.items()))
 
     @property
     def of_all(self) -> DType | None:

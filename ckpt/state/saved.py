@@ -224,10 +224,10 @@ class Saved:
             prefixes.add(None if stem is None or stem == f".{name}" else stem.removeprefix("."))
         if not count:
             return renamed[path or (ROOT if isinstance(tree, TensorRef) else "")], 1
-        [one] = prefixes if len(prefixes) == 1 else [None]
-        if one is not None and len(self.under(one)) == count:
-            self._nodes.setdefault(one, tree)
-        return one, count
+        [prefix] = prefixes if len(prefixes) == 1 else [None]
+        if prefix is not None and len(self.under(prefix)) == count:
+            self._nodes.setdefault(prefix, tree)
+        return prefix, count
 
     def idle_keys(self) -> dict[str, list[str]]:
         """Returns the keys of `rename=` that match no name or prefix, with all names they could."""

@@ -71,11 +71,11 @@ def merge_specs(summaries: Sequence[tuple[Sequence[int], StateSpec]], world: Mes
     for an empty shard. `ckpt.state.state_spec` merges the values. Raises StateError with the ranks
     whose descriptions contradict each other.
     """
-    held: dict[str, list[tuple[Sequence[int], StoredTensor]]] = {}
+    stored: dict[str, list[tuple[Sequence[int], StoredTensor]]] = {}
     aliases: dict[str, str] = {}
     for ranks, described in summaries:
         for name, tensor in described.tensors.items():
-            held.setdefault(name, []).append((ranks, tensor))
+            stored.setdefault(name, []).append((ranks, tensor))
         for name, target in described.aliases.items():
             if aliases.setdefault(name, target) != target:
                 raise StateError(
@@ -83,14 +83,14 @@ def merge_specs(summaries: Sequence[tuple[Sequence[int], StateSpec]], world: Mes
                     "tie it alike on all ranks"
                 )
     for name in aliases:
-        if name in held:
+        if name in stored:
             raise StateError(
                 f"{name}: tied to {aliases[name]} on some ranks only; tie it on all ranks, or on "
                 "none"
             )
     tree = _merge_tree([(min(ranks, default=0), described.tree) for ranks, described in summaries])
     uniting = _Uniting(world)
-    tensors = {name: uniting.unite(name, entries) for name, entries in held.items()}
+    tensors = {name: uniting.unite(name, entries) for name, entries in stored.items()}
     strides = {name: steps for _, d in reversed(summaries) for name, steps in d.strides.items()}
     versions: dict[str, Mapping[str, int]] = {}
     for _, described in reversed(summaries):
@@ -385,7 +385,7 @@ def _merge_groups(first: _Groups, second: _Groups, ranks: tuple[int, int], path:
     united = [_options(group) for group in first]
     members = [[*_members(group)] for group in first]
     place = {name: at for at, names in enumerate(members) for name in names}
-    given = [_options(group) for group in first]
+    group_options = [_options(group) for group in first]
     for position, group in enumerate(second):
         options, names = _options(group), _members(group)
         new = [name for name in names if name not in place]
@@ -394,13 +394,13 @@ def _merge_groups(first: _Groups, second: _Groups, ranks: tuple[int, int], path:
             assert isinstance(union, dict)
             united[at] = union
         if new or not names:
-            if options not in given:
-                given.append(options)
+            if options not in group_options:
+                group_options.append(options)
                 united.append(options)
                 members.append([])
             # Groups with equal options stay apart if the ranks have them at the same positions.
-            is_there = position < len(first) and given[position] == options
-            at = position if is_there else given.index(options)
+            is_there = position < len(first) and group_options[position] == options
+            at = position if is_there else group_options.index(options)
             members[at] += new
             place.update(dict.fromkeys(new, at))
     return [{**options, "params": [*names]} for options, names in zip(united, members, strict=True)]

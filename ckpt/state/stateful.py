@@ -112,7 +112,7 @@ class ParameterNames:
         found = [self.found.get(id(p)) for p in parameters]
         if None in found and parameters:
             entries = dict(_tensor_entries(self.state))
-            found = [one or entries.get(id(p)) for one, p in zip(found, parameters, strict=True)]
+            found = [slot or entries.get(id(p)) for slot, p in zip(found, parameters, strict=True)]
         known = [entry for entry in found if entry is not None]
         if not known:
             _check_undivided(parameters)
@@ -233,14 +233,14 @@ def pack_state(optimizer: Optimizer, path: str) -> Any:
     if not _is_zero_redundancy(optimizer):
         with call_of("state_dict", path):
             return optimizer.state_dict()
-    held = state_of(optimizer)
+    state = state_of(optimizer)
     with call_of("state_dict", path):
         packed = Optimizer.state_dict(optimizer)
     every = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = {id(parameter): number for number, parameter in enumerate(every)}
     packed["state"] = {
         numbers[id(key)] if isinstance(key, torch.Tensor) else key: value
-        for key, value in held.items()
+        for key, value in state.items()
     }
     return packed
 

@@ -97,8 +97,8 @@ class AzureDriver(Session):
                 elif name:
                     found.append(_object_info(name, blob))
             # Accounts with real folders also list each folder as an empty blob.
-            folders = {one.name for one in found if not one.is_file}
-            return [one for one in found if not one.is_file or one.name not in folders]
+            folders = {entry.name for entry in found if not entry.is_file}
+            return [entry for entry in found if not entry.is_file or entry.name not in folders]
 
         return self._run(listing())
 
@@ -117,7 +117,7 @@ class AzureDriver(Session):
                 more = below.add(_object_info(blob.name[len(prefix) :], blob) for blob in blobs)
             # Accounts with real folders also list each folder as an empty blob.
             folders = {file.name.rpartition("/")[0] for file in below.files}
-            return [one for one in below.files if one.nbytes or one.name not in folders]
+            return [entry for entry in below.files if entry.nbytes or entry.name not in folders]
 
         return self._run(listing())
 
@@ -199,9 +199,9 @@ class AzureDriver(Session):
         name = f"{upload_id}{number:06}"
 
         async def copy() -> None:
-            url, told = await _readable(self._blob(source))
+            url, conditions = await _readable(self._blob(source))
             await self._blob(path).stage_block_from_url(
-                name, url, lo, hi - lo, **told, **self._once
+                name, url, lo, hi - lo, **conditions, **self._once
             )
 
         self._run(copy())
@@ -266,7 +266,9 @@ class AzureDriver(Session):
         async def send() -> list[int]:
             client = self._fs.service_client.get_container_client(container)
             once = {**self._once, "raise_on_any_failure": False}
-            return [one.status_code async for one in await client.delete_blobs(*listed, **once)]
+            return [
+                answer.status_code async for answer in await client.delete_blobs(*listed, **once)
+            ]
 
         for path, status in zip(paths, self._run(send()), strict=True):
             if status not in (202, 404):
@@ -284,8 +286,10 @@ class AzureDriver(Session):
         if not isinstance(error, exceptions.HttpResponseError):
             is_stale = isinstance(error, exceptions.ClientAuthenticationError)
             return ErrorClass.STALE if is_stale else ErrorClass.LASTING
-        told, status = getattr(error, "error_code", "") or "", error.status_code or 0
-        code = str(getattr(told, "value", told))  # a member of an enum, if the client knows it
+        error_code, status = getattr(error, "error_code", "") or "", error.status_code or 0
+        code = str(
+            getattr(error_code, "value", error_code)
+        )  # a member of an enum, if the client knows it
         if code.endswith(("ContainerNotFound", "ContainerBeingDeleted")):
             return ErrorClass.NO_BUCKET
         if code.endswith(("BlobArchived", "BlobBeingRehydrated")):

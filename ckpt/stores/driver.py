@@ -70,9 +70,9 @@ class Below:
 
     def add(self, page: Iterable[ObjectInfo]) -> bool:
         """Adds a page. Returns whether another is worth its request."""
-        for one in page:
-            self.files.append(one)
-            self._folders.add(one.name.partition("/")[0])
+        for entry in page:
+            self.files.append(entry)
+            self._folders.add(entry.name.partition("/")[0])
         self._pages += 1
         return self._pages <= FREE_PAGES + len(self._folders)
 
@@ -332,9 +332,9 @@ class Session:
 _RENEWING = threading.Lock()
 
 
-def check_names(package: str, given: Iterable[str], known: Collection[str]) -> None:
+def check_names(package: str, names: Iterable[str], known: Collection[str]) -> None:
     """Raises ArgumentError for an option that is none of a package's: it would have no effect."""
-    for name in given:
+    for name in names:
         if name not in known:
             near = "".join(
                 f"; did you mean {match!r}?" for match in get_close_matches(name, known, 1)

@@ -119,8 +119,8 @@ def settings_of(protocol: str, options: Mapping[str, Any], own: OwnOptions) -> d
         limits = aiohttp.ClientTimeout(
             LONGEST_SECONDS, sock_connect=CONNECT_SECONDS, sock_read=ANSWER_SECONDS
         )
-        told = {"timeout": limits, "headers": {"User-Agent": own.header}}
-        return {**options, "client_kwargs": {**told, **options.get("client_kwargs", {})}}
+        client_options = {"timeout": limits, "headers": {"User-Agent": own.header}}
+        return {**options, "client_kwargs": {**client_options, **options.get("client_kwargs", {})}}
     if protocol not in ("s3", "s3a"):
         return dict(options)
     # `ckpt.stores.retries` makes the retries. Half of the servers with an S3 interface lack

@@ -103,8 +103,8 @@ class HttpOptions:
         seconds, certificate = options.get("timeout", TIMEOUT_SECONDS), options.get("certificate")
         if not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
             raise ArgumentError(f"timeout in storage_options is {seconds!r}; give seconds above 0")
-        for one in (token, options.get("token")):
-            if one is not None and not (isinstance(one, str) and _IS_TOKEN.fullmatch(one)):
+        for source in (token, options.get("token")):
+            if source is not None and not (isinstance(source, str) and _IS_TOKEN.fullmatch(source)):
                 raise ArgumentError(
                     "the token (of the URL, storage_options or CKPT_TOKEN) is no text of visible "
                     "ASCII characters"
@@ -190,16 +190,20 @@ class HttpClient:
             if response.status != http.client.PARTIAL_CONTENT:
                 data = _body(response, MOST_ANSWER_BYTES)
                 return self._check(Answer(response.status, _lower_headers(response), data))
-            said = response.headers.get("content-range", "")
-            matched = _RANGE.fullmatch(said)
+            content_range = response.headers.get("content-range", "")
+            matched = _RANGE.fullmatch(content_range)
             if matched is None or int(matched[1]) != lo or response.length is None:
-                raise ProtocolError(f"{self.place}: bytes {lo}:{hi} were asked, {said!r} came")
+                raise ProtocolError(
+                    f"{self.place}: bytes {lo}:{hi} were asked, {content_range!r} came"
+                )
             size = int(matched[3])
             if size < hi:
                 headers = {"content-range": f"bytes */{size}"}
                 return Answer(http.client.REQUESTED_RANGE_NOT_SATISFIABLE, headers, b"")
             if int(matched[2]) + 1 != hi or response.length != hi - lo:
-                raise ProtocolError(f"{self.place}: bytes {lo}:{hi} were asked, {said!r} came")
+                raise ProtocolError(
+                    f"{self.place}: bytes {lo}:{hi} were asked, {content_range!r} came"
+                )
             for view in views:
                 _fill(response, view)
             return size
@@ -218,9 +222,9 @@ class HttpClient:
 
     def _check(self, answer: Answer) -> Answer:
         if answer.status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
-            given = "refuses the token" if self._headers else "wants a token"
+            problem = "refuses the token" if self._headers else "wants a token"
             raise AccessDeniedError(
-                f"{self.place}: the server {given} ({answer.status} {answer.text()}); give it as "
+                f"{self.place}: the server {problem} ({answer.status} {answer.text()}); give it as "
                 "?token= in the URL, as storage_options={'token': ...} or in CKPT_TOKEN"
             )
         return answer

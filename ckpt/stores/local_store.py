@@ -371,9 +371,9 @@ class LocalStore:
     def close(self) -> None:
         """Closes the files that are open for reading."""
         self._files.close()
-        held, self._held = self._held, None
-        if held is not None:
-            close_descriptor(held)
+        lock, self._held = self._held, None
+        if lock is not None:
+            close_descriptor(lock)
 
     def __enter__(self) -> LocalStore:
         return self

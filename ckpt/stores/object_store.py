@@ -129,7 +129,7 @@ class ObjectStore(ConditionalWrites, OverNetwork):
 
     def entries(self, folder: str = "") -> list[str]:
         found = self._listing(folder)
-        return sorted(one.name if one.is_file else f"{one.name}/" for one in found)
+        return sorted(entry.name if entry.is_file else f"{entry.name}/" for entry in found)
 
     def sizes(self) -> dict[str, int]:
         """Returns the sizes of the files directly in the folder, in one listing if it has them."""
@@ -159,7 +159,7 @@ class ObjectStore(ConditionalWrites, OverNetwork):
             found = self._try("listing", "", lambda: self._driver.list_below(self._root))
         except FileNotFoundError:
             return {}
-        return None if found is None else {one.name: one for one in found}
+        return None if found is None else {entry.name: entry for entry in found}
 
     def size(self, name: str) -> int:
         found = self._status(name).nbytes
@@ -348,7 +348,7 @@ class ObjectStore(ConditionalWrites, OverNetwork):
         step = self._driver.deletes_at_once
         groups = [names[at : at + step] for at in range(0, len(names), step)]
         with Pool(DELETES, "ckpt-delete") as pool:
-            failed = [one for group in pool.map(self._delete_group, groups) for one in group]
+            failed = [name for group in pool.map(self._delete_group, groups) for name in group]
         for error in failed:
             raise error
 
@@ -392,7 +392,7 @@ class ObjectStore(ConditionalWrites, OverNetwork):
             found = self._try("listing", folder, lambda: self._driver.list_folder(root))
         except FileNotFoundError:
             return []
-        return sorted(found, key=lambda one: one.name)
+        return sorted(found, key=lambda entry: entry.name)
 
     def _status(self, name: str) -> ObjectInfo:
         path = self._path(name)

@@ -114,7 +114,7 @@ class RetryPolicy:
 
         `what` names the action in the log. There is no retry once `is_over`.
         """
-        began, pause, told = self.clock(), self.first_seconds, False
+        began, pause, was_told = self.clock(), self.first_seconds, False
         while True:
             try:
                 return action()
@@ -124,8 +124,8 @@ class RetryPolicy:
                 waited = self.clock() - began
                 if waited >= self.deadline_seconds:
                     raise
-                if waited >= TOLD_AFTER_SECONDS and not told:
-                    told = True
+                if waited >= TOLD_AFTER_SECONDS and not was_told:
+                    was_told = True
                     _log.warning(
                         "%s: %s: %s; tried again for up to %g s (%s)",
                         without_secrets(what),
@@ -150,13 +150,13 @@ def retry_after(error: BaseException) -> float:
         headers = response.get("ResponseMetadata", {}).get("HTTPHeaders")
     else:
         headers = getattr(response, "headers", None) or getattr(error, "headers", None)
-    told = headers.get("retry-after") or headers.get("Retry-After") if headers else None
-    if not told:
+    value = headers.get("retry-after") or headers.get("Retry-After") if headers else None
+    if not value:
         return 0.0
     with suppress(ValueError):
-        return max(0.0, float(told))
+        return max(0.0, float(value))
     with suppress(ValueError):
-        return max(0.0, parsedate_to_datetime(told).timestamp() - time.time())
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
     return 0.0
 
 
@@ -176,14 +176,16 @@ class OverNetwork:
         """
         count_reread()
         place = without_secrets(f"{self.url}/{name}")
-        said = f"{place}: bytes {lo}:{hi} were changed on the way, and were right when read again"
-        _log.info("%s", said)
+        message = (
+            f"{place}: bytes {lo}:{hi} were changed on the way, and were right when read again"
+        )
+        _log.info("%s", message)
         if not self._has_warned:
             self._has_warned = True
             warn(
                 WireWarning(
-                    f"{said}: the checkpoint is sound, but the network, a proxy or this machine's "
-                    "memory changes bytes; ckpt.events counts further ones as `rereads`"
+                    f"{message}: the checkpoint is sound, but the network, a proxy or this "
+                    "machine's memory changes bytes; ckpt.events counts further ones as `rereads`"
                 ),
                 stacklevel=2,
             )
@@ -265,7 +267,7 @@ def explain(
     `doing` is the request as a verb (`reading`), `kind` the driver's class of the error, and
     `seconds` the deadline of the retries; 0 for a request that is sent once.
     """
-    said = f"{type(error).__name__}: {error}"
+    text = f"{type(error).__name__}: {error}"
     match kind:
         case ErrorClass.MISSING:
             return FileNotFoundError(ENOENT, os.strerror(ENOENT), without_secrets(place))
@@ -275,29 +277,29 @@ def explain(
             return ExistsError(f"{place} exists already")
         case ErrorClass.UNSUPPORTED:
             return UnsupportedRequestError(
-                f"{place}: {doing} it failed: the server does not support the request: {said}"
+                f"{place}: {doing} it failed: the server does not support the request: {text}"
             )
         case ErrorClass.NO_BUCKET:
             return StoreError(f"{place}: there is no such bucket: create it or correct the URL")
         case ErrorClass.NO_UPLOAD:
             return UploadGoneError(
-                f"{place}: {doing} it failed: its parts are gone ({said}): a rule of the bucket, "
+                f"{place}: {doing} it failed: its parts are gone ({text}): a rule of the bucket, "
                 "`ckpt gc` or another program has aborted the upload; save again"
             )
         case ErrorClass.DENIED | ErrorClass.STALE | ErrorClass.SKEWED | ErrorClass.ARCHIVED:
             denied = AccessDeniedError(
-                f"{place}: {doing} it was denied ({said}); {_REMEDIES[kind]}"
+                f"{place}: {doing} it was denied ({text}); {_REMEDIES[kind]}"
             )
             if kind in (ErrorClass.DENIED, ErrorClass.ARCHIVED):
                 denied.errno = errno.EACCES  # as on a disk: this file alone may be out of reach
             return denied
         case _ if kind in _REMEDIES:
-            return StoreError(f"{place}: {doing} it failed ({said}); {_REMEDIES[kind]}")
+            return StoreError(f"{place}: {doing} it failed ({text}); {_REMEDIES[kind]}")
         case ErrorClass.PASSING if isinstance(error, CorruptError):
-            return CorruptError(f"{place}: {doing} it failed each time: {said}")
+            return CorruptError(f"{place}: {doing} it failed each time: {text}")
         case ErrorClass.PASSING if seconds:
             return StoreError(
                 f"{place}: {doing} it failed each time for {seconds:g} s ({VARIABLE}), at last "
-                f"with {said}; check that the server is up, and its address"
+                f"with {text}; check that the server is up, and its address"
             )
-    return StoreError(f"{place}: {doing} it failed: {said}")
+    return StoreError(f"{place}: {doing} it failed: {text}")

@@ -279,16 +279,16 @@ class S3Driver(Session):
         bucket, prefix = self._folder(folder)
         found = []
         following = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
-        told: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         while True:
-            page = self._call("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **told)
+            page = self._call("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **arguments)
             for entry in page.get("Uploads", ()):
                 name = entry["Key"][len(prefix) :]
                 found.append(Unfinished(name, entry["Initiated"].timestamp(), entry["UploadId"]))
             if not page.get("IsTruncated"):
                 return found
-            told = {key: page[after] for key, after in following.items() if page.get(after)}
-            if not told:
+            arguments = {key: page[after] for key, after in following.items() if page.get(after)}
+            if not arguments:
                 raise OSError("the server has more uploads, and does not tell where they begin")
 
     def old_versions(self, folder: str) -> tuple[int, int]:
@@ -300,27 +300,27 @@ class S3Driver(Session):
         if not self._call("get_bucket_versioning", Bucket=bucket).get("Status"):
             return 0, 0
         following = {"KeyMarker": "NextKeyMarker", "VersionIdMarker": "NextVersionIdMarker"}
-        told: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         found: list[int] = []
         for _ in range(VERSION_PAGES):
-            page = self._call("list_object_versions", Bucket=bucket, Prefix=prefix, **told)
-            old = (one for one in page.get("Versions", ()) if not one["IsLatest"])
-            found += [int(one["Size"]) for one in old]
-            told = {key: page[after] for key, after in following.items() if page.get(after)}
-            if not page.get("IsTruncated") or not told:
+            page = self._call("list_object_versions", Bucket=bucket, Prefix=prefix, **arguments)
+            old = (version for version in page.get("Versions", ()) if not version["IsLatest"])
+            found += [int(version["Size"]) for version in old]
+            arguments = {key: page[after] for key, after in following.items() if page.get(after)}
+            if not page.get("IsTruncated") or not arguments:
                 break
         return len(found), sum(found)
 
     def multipart_bytes(self, path: str, upload_id: str) -> int:
         """Returns the bytes of the parts of an upload, one request for a thousand parts."""
         total = 0
-        told: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         while True:
-            page = self._do("list_parts", path, UploadId=upload_id, **told)
+            page = self._do("list_parts", path, UploadId=upload_id, **arguments)
             total += sum(int(part["Size"]) for part in page.get("Parts", ()))
             if not page.get("IsTruncated") or not page.get("NextPartNumberMarker"):
                 return total
-            told = {"PartNumberMarker": page["NextPartNumberMarker"]}
+            arguments = {"PartNumberMarker": page["NextPartNumberMarker"]}
 
     def delete(self, path: str, tag: str = "") -> None:
         """Deletes an object, if it exists; with `tag`, if this is its ETag."""
@@ -383,8 +383,8 @@ class S3Driver(Session):
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         if code == "NoSuchBucket":
             return ErrorClass.NO_BUCKET
-        said = str(error.response.get("Error", {}).get("Message", "")).lower()
-        if "object lock" in said and "content-md5" in said:
+        message = str(error.response.get("Error", {}).get("Message", "")).lower()
+        if "object lock" in message and "content-md5" in message:
             return ErrorClass.UNSUMMED
         refused = _REFUSED.get(code) or _REFUSED.get(str(status))
         if refused is not None:

@@ -155,10 +155,10 @@ class ServedStore(ReadOnlyStore):
                 f"{without_secrets(url)!r}: a folder of ckpt serve has no tab, line break, ? and # "
                 "in its URL but the token's; write %09, %0A, %3F and %23 for those in names"
             )
-        told = HttpOptions.of(options, token)
+        http = HttpOptions.of(options, token)
         self.url = self.url.rstrip("/")
-        self.options: Mapping[str, Any] = told.as_storage_options()
-        self._client = HttpClient(place, told)
+        self.options: Mapping[str, Any] = http.as_storage_options()
+        self._client = HttpClient(place, http)
 
     def names(self) -> list[str]:
         """Returns the files directly in the folder, sorted; none if the folder does not exist."""
@@ -182,16 +182,16 @@ class ServedStore(ReadOnlyStore):
         return True
 
     def size(self, name: str) -> int:
-        told = self._head(name).headers.get("content-length", "")
-        if not told.isdecimal():
+        length = self._head(name).headers.get("content-length", "")
+        if not length.isdecimal():
             raise StoreError(f"{self.url}/{name}: the server does not tell the size of the file")
-        return int(told)
+        return int(length)
 
     def modified(self, name: str) -> float:
         """Returns the time of a file's last write; 0 if the server does not tell it."""
-        told = self._head(name).headers.get("last-modified", "")
+        date = self._head(name).headers.get("last-modified", "")
         try:
-            return parsedate_to_datetime(told).timestamp()
+            return parsedate_to_datetime(date).timestamp()
         except ValueError:
             return 0.0
 
@@ -290,14 +290,14 @@ def is_served(url: str, options: Mapping[str, Any]) -> bool:
     place, path, token = _parts(url)
     if place not in _ours:
         try:
-            told = HttpOptions.of(options, token)
+            http = HttpOptions.of(options, token)
         except ArgumentError:  # options of the driver
             return False
         if TOKEN not in url:
-            told = replace(told, seconds=min(told.seconds, LOOK_SECONDS))
+            http = replace(http, seconds=min(http.seconds, LOOK_SECONDS))
         if _has_proxy(url):
             return False
-        client = HttpClient(place, told)
+        client = HttpClient(place, http)
         try:
             first = client.answer("HEAD", path_of(path))
         except StoreError:

@@ -298,11 +298,11 @@ def _bucket(url: str, options: dict[str, Any]) -> Store:
     place = url if url.endswith("://") else url.rstrip("/")
     protocol = url.partition("://")[0]
     own, others = own_options(options)
-    told = settings_of(protocol, others, own)
+    settings = settings_of(protocol, others, own)
     if url.startswith(WEB):  # `url_to_fs` would divide it at a `::`
-        driver = driver_of(fsspec.filesystem(protocol, **told), own)
+        driver = driver_of(fsspec.filesystem(protocol, **settings), own)
         return ObjectStore(place, place, driver, options)
-    file_system, root = fsspec.core.url_to_fs(place, **told)
+    file_system, root = fsspec.core.url_to_fs(place, **settings)
     return ObjectStore(place, root, driver_of(file_system, own), options)
 
 

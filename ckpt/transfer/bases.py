@@ -128,7 +128,7 @@ def check_unused(
     parent, name = split_url(one_spelling(url))
     with open_store(parent, options) as store:
         found = checkpoints_in(store)
-        users = [one for one in borrowers_among(found, name) if one not in gone]
+        users = [folder for folder in borrowers_among(found, name) if folder not in gone]
         if users:
             raise InUseError(
                 f"{os.fspath(url)}: {borrowing(users)} and cannot be read without it: first delete "
@@ -162,7 +162,7 @@ def _may_need(other: str, other_written: float | None, name: str, written: float
     A base is an earlier step than its borrowers. Of other checkpoints it was written before them.
     A copy changes times, also one that moves an object to another class of storage.
     """
-    steps = [_STEP.fullmatch(one) for one in (other, name)]
+    steps = [_STEP.fullmatch(folder) for folder in (other, name)]
     if steps[0] is not None and steps[1] is not None:
         return int(steps[0][1]) > int(steps[1][1])
     return written is None or other_written is None or other_written >= written
@@ -187,7 +187,7 @@ def borrowers(parent: str, name: str, options: Options) -> list[str]:
 def borrowers_among(found: Checkpoints, name: str) -> list[str]:
     """Returns the names of the checkpoints that borrow from the one of a name, sorted."""
     facts = found.facts.items()
-    return [folder for folder, one in facts if folder != name and _borrows(one, name)]
+    return [folder for folder, known in facts if folder != name and _borrows(known, name)]
 
 
 def _borrows(facts: Facts, name: str) -> bool:

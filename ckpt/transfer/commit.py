@@ -312,8 +312,10 @@ def _check_all_are_seen(
         seen = store.sizes()
     else:
         prefix = f"{split_url(store.url)[1]}/"
-        inside = ((path.partition(prefix), one) for path, one in listing.items())
-        seen = {name: one.nbytes or 0 for (before, _, name), one in inside if name and not before}
+        inside = ((path.partition(prefix), entry) for path, entry in listing.items())
+        seen = {
+            name: entry.nbytes or 0 for (before, _, name), entry in inside if name and not before
+        }
     names = (*seen,)
     for pause in (*SEEN_PAUSES_SECONDS, 0.0):
         for file in files:

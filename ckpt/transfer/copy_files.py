@@ -408,12 +408,12 @@ class _Memory(threading.local):
 
     def of(self, use: str, nbytes: int) -> memoryview:
         """Returns memory for one use, aligned for any dtype; its content is undefined."""
-        held = self._held.pop(use, None)
-        if held is None or len(held) < nbytes:
-            held = None  # let go before there are two
-            held = mmap(-1, max(nbytes, 2 * UNIT_BYTES))
-        self._held[use] = held
-        return memoryview(held)[:nbytes]
+        memory = self._held.pop(use, None)
+        if memory is None or len(memory) < nbytes:
+            memory = None  # let go before there are two
+            memory = mmap(-1, max(nbytes, 2 * UNIT_BYTES))
+        self._held[use] = memory
+        return memoryview(memory)[:nbytes]
 
 
 _Sum = TypeVar("_Sum")
@@ -447,8 +447,8 @@ class TensorSums(ABC, Generic[_Sum]):
         found = [(run, self.of(run, memory[run.at : run.at + run.nbytes])) for run in runs]
 
         def add_all() -> None:
-            for run, one in found:
-                self.add(run, one)
+            for run, chunk in found:
+                self.add(run, chunk)
 
         return add_all
 
@@ -534,7 +534,9 @@ class ChunkSums(TensorSums[_ChunkRun]):
             record_of(data[at - lo : min(at + step, end) - lo]) for at in range(begin, end, step)
         ]
         ends = [(at, bytes(data[at - lo : to - lo])) for at, to in ((lo, begin), (end, hi))]
-        return _ChunkRun(begin // step, records, [one for one in ends if one[1]])
+        return _ChunkRun(
+            begin // step, records, [last_entry for last_entry in ends if last_entry[1]]
+        )
 
     def add(self, run: TensorRun, found: _ChunkRun) -> None:
         """Adds the chunks of a run."""

@@ -220,19 +220,19 @@ def stream_tensors(
     that was left would ask a server that is gone again and again, until its deadline.
     """
     blocks = _blocks(copier, tensors)
-    held: list[tuple[int, memoryview]] = []
+    waiting: list[tuple[int, memoryview]] = []
     """The next block, and its tensor's number."""
 
     def stream(number: int) -> Iterator[memoryview]:
         while True:
-            if not held:
-                held.extend(islice(blocks, 1))
-            if not held or held[0][0] != number:
+            if not waiting:
+                waiting.extend(islice(blocks, 1))
+            if not waiting or waiting[0][0] != number:
                 return
-            yield held.pop()[1]
+            yield waiting.pop()[1]
 
     with closing(blocks):
-        yield [one._replace(blocks=partial(stream, at)) for at, one in enumerate(tensors)]
+        yield [tensor._replace(blocks=partial(stream, at)) for at, tensor in enumerate(tensors)]
 
 
 def memory_bytes_of(copier: FileCopier) -> int:

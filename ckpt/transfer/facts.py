@@ -206,9 +206,9 @@ class Checkpoints:
         if self.files is None:
             return None
         return {
-            f"{folder}/{name}".removeprefix("/"): one
+            f"{folder}/{name}".removeprefix("/"): file
             for folder, files in self.files.items()
-            for name, one in files.items()
+            for name, file in files.items()
         }
 
     @property
@@ -226,7 +226,7 @@ class Checkpoints:
         if self.files is None or not own:
             return False
         found = (SHARD.fullmatch(file) for file in self.files.get(name, ()))
-        return not any(one is not None and one[1] in own for one in found)
+        return not any(match is not None and match[1] in own for match in found)
 
     def names(self) -> list[str] | None:
         """Returns the files directly in the folder itself; None if the listing lacks them."""
@@ -355,7 +355,7 @@ def facts_of(manifest: Manifest) -> Facts:
         _texts(manifest.writer),
         tuple(base for base in manifest.bases if base is not None),
         _shards(file.name for file in manifest.files),
-        stored_bytes=sum(one.size for one in manifest.files),
+        stored_bytes=sum(shard.size for shard in manifest.files),
         structure=hasher.hexdigest(),
     )
 
@@ -379,7 +379,7 @@ def _shards(names: Iterable[str]) -> dict[str, int] | None:
     """Returns the number of files by attempt; None with files of other names."""
     matched = [SHARD.fullmatch(name) for name in names]
     return (
-        dict(Counter(one[1] if one is not None else "" for one in matched))
+        dict(Counter(match[1] if match is not None else "" for match in matched))
         if all(matched)
         else None
     )
@@ -429,10 +429,10 @@ def _find_all_known(
 ) -> dict[str, Known]:
     """Returns the checkpoints whose manifests have known facts, from memory or the index."""
 
-    def same(one: Known | None, seen: ObjectInfo) -> bool:
-        if one is None or not seen.tag or one[:2] != (seen.nbytes, seen.tag):
+    def same(known: Known | None, seen: ObjectInfo) -> bool:
+        if known is None or not seen.tag or known[:2] != (seen.nbytes, seen.tag):
             return False
-        return not with_bases or one.facts.bases is not None or bool(one.facts.damaged)
+        return not with_bases or known.facts.bases is not None or bool(known.facts.damaged)
 
     with _lock:
         sources = [_memory.get(str(store.url), {})]
@@ -471,7 +471,7 @@ def write_index(store: Store, found: Checkpoints) -> None:
 
     A run's rank 0 calls this after a commit. Of two processes that write it at once, one wins.
     """
-    sound = {name: one for name, one in found.known.items() if one.facts.bases is not None}
+    sound = {name: known for name, known in found.known.items() if known.facts.bases is not None}
     with _lock:
         before = _indexed.get(str(store.url))
     if found.files is None or not sound or before == sound:
@@ -515,8 +515,8 @@ def _index_in(data: bytes) -> dict[str, Known]:
     texts = content["texts"]
     found = {}
 
-    def text(one: str | int) -> str:
-        return texts[one] if isinstance(one, int) else one
+    def text(value: str | int) -> str:
+        return texts[value] if isinstance(value, int) else value
 
     for name, (size, tag, metadata, bases, shards, nbytes, structure) in content["steps"].items():
         facts = Facts(

@@ -104,7 +104,7 @@ def areas_in(value: object) -> list[Area]:
     """Returns the areas in a request. Raises FormatError for what is none, or too much."""
     if not isinstance(value, list) or len(value) > MOST_AREAS:
         raise FormatError(f"a delta is asked for by a list of at most {MOST_AREAS} areas")
-    areas = [_area_in(one) for one in value]
+    areas = [_area_in(entry) for entry in value]
     if sum(area.nbytes for area in areas) > MOST_BYTES:
         raise FormatError(f"the areas have more than {MOST_BYTES:,} bytes")
     return areas
@@ -408,8 +408,8 @@ def apply_delta(
     if not hasattr(reader, "delta"):
         return None
     asked = cast("DeltaReader", reader)
-    found = [(one, _area_of(one)) for one in ranges]
-    some = [(one, area) for one, area in found if area is not None and asked.has_delta(area)]
+    found = [(span, _area_of(span)) for span in ranges]
+    some = [(span, area) for span, area in found if area is not None and asked.has_delta(area)]
     if not some:
         return Applied([*ranges], True)
     areas, right = [area for _, area in some], set[int]()
@@ -417,54 +417,54 @@ def apply_delta(
         delta = asked.delta(ranges[0].file, areas)
         if delta is None or delta.nbytes > most_part * sum(area.nbytes for area in areas):
             return None
-        for one, area in some:
-            if _is_brought(one, area, delta, targets[one.request.target]):
-                right.add(id(one))
+        for span, area in some:
+            if _is_brought(span, area, delta, targets[span.request.target]):
+                right.add(id(span))
     except FormatError:  # it was damaged
         right.clear()
-    return Applied([one for one in ranges if id(one) not in right], len(right) == len(some))
+    return Applied([span for span in ranges if id(span) not in right], len(right) == len(some))
 
 
 def keep_areas(reader: Reader, ranges: Sequence[ByteRange], targets: Sequence[memoryview]) -> None:
     """Tells a reader of deltas of the ranges of one file that are in their targets."""
-    found = [(one, _area_of(one)) for one in ranges]
+    found = [(span, _area_of(span)) for span in ranges]
     cast("KeepingReader", reader).keep(
         ranges[0].file,
         [
-            (area, _own(one, area, targets[one.request.target]))
-            for one, area in found
+            (area, _own(span, area, targets[span.request.target]))
+            for span, area in found
             if area is not None and area.has_sums
         ],
     )
 
 
-def _area_of(one: ByteRange) -> Area | None:
+def _area_of(span: ByteRange) -> Area | None:
     """Returns the elements of a range as an area of its file; None if they have no delta."""
-    request, copy = one.request, one.box_copy
+    request, copy = span.request, span.box_copy
     chunks, width = request.extent.chunks, request.itemsize
     if chunks is None or chunks.compressed or width not in WIDTHS or request.target == NOWHERE:
         return None
     if copy is None:
-        return Area(one.lo, width, ((one.hi - one.lo) // width,), (width,), one.chunk < 0)
+        return Area(span.lo, width, ((span.hi - span.lo) // width,), (width,), span.chunk < 0)
     source = copy.source
     steps = tuple(stride * width for stride in source.strides)
     area = Area(request.extent.offset + source.at * width, width, source.box.shape, steps, True)
     return area if area.nbytes <= MOST_BYTES else None
 
 
-def _is_brought(one: ByteRange, area: Area, delta: AnyDelta, memory: memoryview) -> bool:
+def _is_brought(span: ByteRange, area: Area, delta: AnyDelta, memory: memoryview) -> bool:
     """Applies a delta to a range of a target; returns whether its bytes are right (rule 2)."""
-    chunks = one.request.extent.chunks
-    is_right = delta.apply(area, _own(one, area, memory))
+    chunks = span.request.extent.chunks
+    is_right = delta.apply(area, _own(span, area, memory))
     if area.has_sums or chunks is None or not is_right:
         return is_right
-    return chunks.wrong(one.chunk, memory[one.at : one.at + one.hi - one.lo]) is None
+    return chunks.wrong(span.chunk, memory[span.at : span.at + span.hi - span.lo]) is None
 
 
-def _own(one: ByteRange, area: Area, memory: memoryview) -> Array:
+def _own(span: ByteRange, area: Area, memory: memoryview) -> Array:
     """Returns the elements of a range in its target."""
-    copy = one.box_copy
+    copy = span.box_copy
     if copy is None:
-        return area.of(memory[one.at : one.at + one.hi - one.lo])
+        return area.of(memory[span.at : span.at + span.hi - span.lo])
     steps = tuple(stride * area.width for stride in copy.target.strides)
     return _array(area, memory, copy.target.at * area.width, steps)

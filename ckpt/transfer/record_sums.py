@@ -131,7 +131,9 @@ class RecordSums:
     def unverified(self) -> tuple[str, ...]:
         """The tensors that were read from records whose CRC-32 was not compared."""
         with self._lock:
-            return tuple(dict.fromkeys(name for one in self._open.values() for name in one.names))
+            return tuple(
+                dict.fromkeys(name for record in self._open.values() for name in record.names)
+            )
 
     @property
     def has_open(self) -> bool:
@@ -171,8 +173,8 @@ def run_twice(work: Callable[[], T], *sums: RecordSums) -> T:
         try:
             return work()
         except ChangedOnTheWayError:
-            for one in sums:
-                one.restart()
+            for record_sum in sums:
+                record_sum.restart()
     return work()
 
 

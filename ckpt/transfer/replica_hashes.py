@@ -136,7 +136,7 @@ class ReplicaHashes:
             name for name in tensors if name.endswith((".weight", ".bias")) or ".state." in name
         )
         nests = {_top(name) for name in of_models}
-        return sorted(found, key=lambda one: _interest(one.name, nests))
+        return sorted(found, key=lambda replica: _interest(replica.name, nests))
 
     def _read(self, leaves: Sequence[Leaf]) -> Bytes:
         """Returns a row for each of these tensors: equal bytes have equal rows."""

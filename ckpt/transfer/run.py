@@ -226,8 +226,8 @@ class LoadRun:
         moves = []
         for name, _, (lo, hi), have, target, want in scatter_round.moves:
             local = self.targets[target].local
-            held = torch.empty(hi - lo, dtype=local.dtype, device="cpu")
-            moves.append(Move(name, held, have, local, want))
+            buffer = torch.empty(hi - lo, dtype=local.dtype, device="cpu")
+            moves.append(Move(name, buffer, have, local, want))
         if scatter_round.requests and not failed:
             ranges = source.range_reader(Unchanged.READ)  # new memory has no chunk already
             sources = [memory_of(move.source) for move in moves]
@@ -245,19 +245,19 @@ class LoadRun:
     def _from_peers(
         self,
         move: TensorMove,
-        held: torch.Tensor,
+        buffer: torch.Tensor,
         staged: list[tuple[str, torch.Tensor, torch.Tensor]],
     ) -> Move:
         def new() -> torch.Tensor:
             if move.target == NOWHERE:
-                return held.new_empty(0)
+                return buffer.new_empty(0)
             into = local = self.targets[move.target].local
-            if local.dtype != held.dtype or not local.is_contiguous() or is_conj_or_neg(local):
-                into = torch.empty(local.shape, dtype=held.dtype, device=local.device)
+            if local.dtype != buffer.dtype or not local.is_contiguous() or is_conj_or_neg(local):
+                into = torch.empty(local.shape, dtype=buffer.dtype, device=local.device)
                 staged.append((move.name, local, into))
             return into
 
-        return Move(move.name, held, move.have, new, move.want)
+        return Move(move.name, buffer, move.have, new, move.want)
 
 
 @dataclass(frozen=True, slots=True)

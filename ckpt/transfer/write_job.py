@@ -287,8 +287,8 @@ def summary_message(summary: ShardSummary) -> bytes:
 
 def error_message(error: Exception) -> bytes:
     """Returns the reason for a missing file as an answer in bytes."""
-    said = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
-    return json.dumps({"error": said, "requests": take_requests()}).encode()
+    text = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
+    return json.dumps({"error": text, "requests": take_requests()}).encode()
 
 
 def read_answer(message: bytes, where: str) -> ShardSummary:

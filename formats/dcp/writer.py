@@ -86,14 +86,16 @@ def _items(state: Outgoing) -> Iterator[Item]:
         paths[name] = path
         pickled, tensors = pack(node, state.tensors, state.aliases)
         whole = tensors[0] if isinstance(node, TensorRef) else None
-        held = [holders[tensor.name] for tensor in tensors if tensor.name in holders]
-        if held and (whole is None or held[0].whole is None):
+        writers = [holders[tensor.name] for tensor in tensors if tensor.name in holders]
+        if writers and (whole is None or writers[0].whole is None):
             raise UnsupportedError(
-                f"{format_path(path)} shares a tensor with {format_path(held[0].path)}, and "
+                f"{format_path(path)} shares a tensor with {format_path(writers[0].path)}, and "
                 "one of them is in "
                 "a tuple, which DCP stores as one value; make it a list"
             )
-        item = Item(name, path, pickled, tuple(tensors), whole, held[0].name if held else name)
+        item = Item(
+            name, path, pickled, tuple(tensors), whole, writers[0].name if writers else name
+        )
         for tensor in tensors:
             holders.setdefault(tensor.name, item)
         yield item

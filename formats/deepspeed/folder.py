@@ -93,13 +93,13 @@ def read(reader: Reader) -> Catalog:
     if any(map(_MODEL.fullmatch, entries)):
         return _Step(reader, _files(reader)).catalog()
     name = next(filter(entries.__contains__, LATEST))
-    told = reader.read_whole(name, LATEST_BYTES).decode("utf-8", "replace").strip()
-    if f"{told}/" not in entries or not any(map(_MODEL.fullmatch, reader.entries(told))):
+    latest = reader.read_whole(name, LATEST_BYTES).decode("utf-8", "replace").strip()
+    if f"{latest}/" not in entries or not any(map(_MODEL.fullmatch, reader.entries(latest))):
         raise UnsupportedError(
-            f"{reader.url}: its file {name} names the folder {told!r:.200}, in which there is no "
+            f"{reader.url}: its file {name} names the folder {latest!r:.200}, in which there is no "
             "checkpoint of DeepSpeed; open the folder of a step by its name"
         )
-    return below(reader, told, read)
+    return below(reader, latest, read)
 
 
 @dataclass(frozen=True, slots=True)

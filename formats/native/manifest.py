@@ -272,7 +272,7 @@ def file_names(data: bytes, file: str = MANIFEST) -> list[str]:
     rows, version = found.get("files"), found.get("version")
     is_known = found.get("format") == "ckpt" and version in range(VERSION, TYPED_VERSION + 1)
     if not is_known or not is_table(rows):
-        return [one.name for one in load(data, file).files]
+        return [shard.name for shard in load(data, file).files]
     return [check_file_name(row[0], file) for row in rows]
 
 
@@ -401,7 +401,7 @@ class Loader:
                     f"{self._file}: {name} is an alias of {target!r}, which is missing"
                 )
         writer = self._dict(self._content.get("writer"), "writer")
-        said = {k: str(v) for k, v in writer.items()}
+        texts = {k: str(v) for k, v in writer.items()}
         strides = {
             name: self._tensor_strides(name, tensors.get(name), steps)
             for name, steps in self._dict(self._content.get("strides", {}), "strides").items()
@@ -418,7 +418,7 @@ class Loader:
             }
             for path, found in self._dict(self._content.get("versions", {}), "versions").items()
         }
-        return Manifest(tensors, aliases, tree, files, said, bases, strides, optimizers, versions)
+        return Manifest(tensors, aliases, tree, files, texts, bases, strides, optimizers, versions)
 
     def _tensor_strides(
         self, name: str, stored: StoredTensor | None, steps: Json
@@ -430,10 +430,10 @@ class Loader:
         return found
 
     def _bases(self) -> tuple[Base | None, ...]:
-        given = self._list(self._content.get("bases"), "bases")
-        if len(given) > BASES:
-            raise HostileError(f"{self._file}: {len(given)} bases; none has more than {BASES}")
-        return tuple(None if value is None else self._base(value) for value in given)
+        bases = self._list(self._content.get("bases"), "bases")
+        if len(bases) > BASES:
+            raise HostileError(f"{self._file}: {len(bases)} bases; none has more than {BASES}")
+        return tuple(None if value is None else self._base(value) for value in bases)
 
     def _base(self, value: Json) -> Base:
         entry = self._list(value, "a base")

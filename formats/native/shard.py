@@ -172,7 +172,7 @@ def open_shard(
         or entry is None
         or entry.end - tail[0].begin != file.table_bytes
         or header.data_offset + entry.end != size
-        or any(one.end != other.begin for one, other in pairwise(tail))
+        or any(part.end != other.begin for part, other in pairwise(tail))
         or (entry.end - entry.begin) % RECORD.size
         or not re.fullmatch("[1-9][0-9]{0,9}", chunk_bytes)
         or int(chunk_bytes) % 16
@@ -182,7 +182,9 @@ def open_shard(
     codec = header.metadata.get("ckpt.codec", "")
     if codec not in ("raw", "zstd"):
         raise FormatError(f"{where}: unknown codec {codec[:80]!r}")
-    parts = {one.name: table[one.begin - tail[0].begin :][: one.end - one.begin] for one in tail}
+    parts = {
+        part.name: table[part.begin - tail[0].begin :][: part.end - part.begin] for part in tail
+    }
     chunks = parts[TABLE]
     index = ShardIndex(header, chunks, int(chunk_bytes), codec)
     if not before:

@@ -397,17 +397,17 @@ def chunks_of(
     the stream differs from the tensor.
     """
     step = run_bytes or chunk_bytes
-    total, held = 0, bytearray()
+    total, buffer = 0, bytearray()
     for block in tensor.blocks():
         total += len(block)
         start = 0
-        if held:
-            start = min(len(block), chunk_bytes - len(held))
-            held += block[:start]
-            if len(held) < chunk_bytes:
+        if buffer:
+            start = min(len(block), chunk_bytes - len(buffer))
+            buffer += block[:start]
+            if len(buffer) < chunk_bytes:
                 continue
-            yield memoryview(held), start == len(block)
-            held = bytearray()
+            yield memoryview(buffer), start == len(block)
+            buffer = bytearray()
         whole = start + (len(block) - start) // chunk_bytes * chunk_bytes
         is_last = total == nbytes
         stop = len(block) if is_last else whole
@@ -415,13 +415,13 @@ def chunks_of(
             end = min(at + step, stop)
             yield block[at:end], end == stop
         if not is_last:
-            held += block[whole:]
+            buffer += block[whole:]
     if total != nbytes:
         raise FormatError(
             f"{tensor.name}: its stream has {total} bytes, its shape and dtype {nbytes}"
         )
-    if held:
-        yield memoryview(held), True
+    if buffer:
+        yield memoryview(buffer), True
 
 
 class Gather:

@@ -166,7 +166,9 @@ class Nest:
         walk = _Walk(self, storages)
         tree = walk.tree(value, path, sum(map(chars_of, path)) + len(path))
         opaque, self._opaque = self._opaque, []
-        hidden = {id(leaf): self._hidden_in(held, storages.where) for leaf, held in opaque}
+        hidden = {
+            id(leaf): self._hidden_in(opaque_value, storages.where) for leaf, opaque_value in opaque
+        }
         if not any(hidden.values()):
             return tree
 
@@ -177,17 +179,17 @@ class Nest:
         counted_tree: Tree = map_tree(tree, with_count)
         return counted_tree
 
-    def opaque(self, kind: str, held: object) -> OpaqueValue:
+    def opaque(self, kind: str, value: object) -> OpaqueValue:
         """Returns the opaque value of an object, whose hidden tensors are counted at the end."""
         found = OpaqueValue(kind)
-        self._opaque.append((found, held))
+        self._opaque.append((found, value))
         return found
 
-    def _hidden_in(self, held: object, where: str) -> int:
+    def _hidden_in(self, value: object, where: str) -> int:
         """Returns the number of tensors in an object that the tree does not show."""
         seen: set[int] = set()
         hidden: set[object] = set()
-        left = [held]
+        left = [value]
         while left:
             each = left.pop()
             if id(each) in seen:

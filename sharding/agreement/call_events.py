@@ -166,8 +166,8 @@ class Clock:
     def count(self, nbytes: int) -> None:
         """Counts bytes of tensors for the stage and the call."""
         if self._observed:
-            for one in self._open():
-                one.nbytes += nbytes
+            for event in self._open():
+                event.nbytes += nbytes
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -179,8 +179,8 @@ class Clock:
         try:
             yield
         finally:
-            for one in self._open():
-                one.waited += time.perf_counter() - began
+            for event in self._open():
+                event.waited += time.perf_counter() - began
 
     def end_stage(self, error: str) -> None:
         """Ends the stage alone."""

@@ -89,9 +89,9 @@ def greeting(secret: str, rank: int) -> bytes:
     return _GREETING.pack(_MARK, PROTOCOL, secret.encode(), rank)
 
 
-def rank_of(said: bytes, secret: str) -> int | None:
+def rank_of(greeting: bytes, secret: str) -> int | None:
     """Returns the rank in a greeting; None without the secret or of another version."""
-    mark, protocol, their_secret, rank = _GREETING.unpack(said)
+    mark, protocol, their_secret, rank = _GREETING.unpack(greeting)
     is_known = hmac.compare_digest(their_secret, secret.encode())
     return rank if is_known and (mark, protocol) == (_MARK, PROTOCOL) else None
 
@@ -240,8 +240,8 @@ class Link:
     @property
     def greeting(self) -> bytes | None:
         """The greeting of the other process; None before all of it has arrived."""
-        said = b"".join(self._greeted)
-        return said if len(said) == _GREETING.size else None
+        received = b"".join(self._greeted)
+        return received if len(received) == _GREETING.size else None
 
     def _receive_greeting(self) -> None:
         """Takes in the greeting, as far as it has come."""

@@ -59,11 +59,11 @@ class ConnectedChannel(Channel):
 
     def _open(self, call: Call) -> Failure | None:
         if self._is_closed:
-            said = (
+            message = (
                 f"this process has none of the connections of rank {self.rank}: it was forked from "
                 "it, or the process group has ended; save and load in the rank itself"
             )
-            return Failure(call.stage, self.rank, "RuntimeError", said)
+            return Failure(call.stage, self.rank, "RuntimeError", message)
         return self._connect(call)
 
     @abstractmethod
@@ -87,8 +87,8 @@ def process_failure(stage: str, rank: int) -> Failure:
 def late(stage: str, missing: Sequence[int], seconds: float) -> Failure:
     """Returns the failure of ranks that have not come in time, told as that of the first one."""
     others = f", nor have ranks {list(missing[1:9])}" if missing[1:] else ""
-    said = f"it has not come within {seconds:g} s{others}"
-    return Failure(stage, missing[0], LATE, said)
+    message = f"it has not come within {seconds:g} s{others}"
+    return Failure(stage, missing[0], LATE, message)
 
 
 _open_channels: WeakSet[ConnectedChannel] = WeakSet()
@@ -484,8 +484,8 @@ class Coordinator(ConnectedChannel):
 
     def _rank_of(self, link: Link) -> int | None:
         """Returns the rank in a link's greeting; None without the secret, or before it has come."""
-        said = link.greeting
-        rank = None if said is None else rank_of(said, self._rendezvous.secret)
+        greeting = link.greeting
+        rank = None if greeting is None else rank_of(greeting, self._rendezvous.secret)
         return rank if rank is not None and 0 < rank < self.world_size else None
 
     def _let_in(self, link: Link, rank: int) -> list[int]:
@@ -505,21 +505,21 @@ class Coordinator(ConnectedChannel):
 
 
 def _full(stage: str, world_size: int) -> Failure:
-    said = (
+    message = (
         f"it may open no more files, and needs one for each of the other {world_size - 1} ranks: "
         "raise its limit (ulimit -n), or that of the machine"
     )
-    return Failure(stage, 0, "OSError", said)
+    return Failure(stage, 0, "OSError", message)
 
 
 def _out_of_step(rank: int, found: Message, mine: Message) -> Failure:
-    said = (
+    message = (
         "it is in no call" if found.kind is Kind.LEFT else f"it is in {found.name} ({found.stage})"
     )
     return Failure(
         mine.stage,
         rank,
         "OutOfStep",
-        f"{said}, and rank 0 in {mine.name} ({mine.stage}): call the same on all ranks, in the "
+        f"{message}, and rank 0 in {mine.name} ({mine.stage}): call the same on all ranks, in the "
         "same order",
     )

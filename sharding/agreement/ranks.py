@@ -355,15 +355,15 @@ def _check_group(group: object, is_here: bool) -> None:
 
     if group is None or (isinstance(group, str) and group == SELF):
         return
-    said = f"group is a process group, {SELF!r} or None, not "
+    message = f"group is a process group, {SELF!r} or None, not "
     if isinstance(group, str):
-        raise ArgumentError(f"{said}{group!r:.80}")
+        raise ArgumentError(f"{message}{group!r:.80}")
     is_group = dist.is_available() and (
         isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER
     )
     if not is_group:
         hint = "; a mesh has groups: give mesh.get_group()" if hasattr(group, "get_group") else ""
-        raise ArgumentTypeError(f"{said}a {type(group).__name__}{hint}")
+        raise ArgumentTypeError(f"{message}a {type(group).__name__}{hint}")
     if not is_here:
         raise DestroyedGroupError(
             "group is a process group that has been destroyed; call destroy_process_group only "

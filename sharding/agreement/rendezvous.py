@@ -195,19 +195,19 @@ class Rendezvous:
         return bool(self._store.check([PLACE]))
 
     def _reach(self, place: _Place, until: float) -> tuple[socket.socket | None, str]:
-        said = []
+        problems = []
         for host in self._hosts(place):
             try:
                 seconds = max(0.1, min(CONNECT_SECONDS, until - monotonic()))
                 found = socket.create_connection((host, place.port), seconds)
             except OSError as error:
-                said.append(f"{host} port {place.port}: {error}")
+                problems.append(f"{host} port {place.port}: {error}")
                 continue
             if found.getsockname() != found.getpeername():  # a free port can connect to itself
                 return found, ""
             found.close()
-            said.append(f"{host} port {place.port}: no process listens")
-        return None, "; ".join(said)
+            problems.append(f"{host} port {place.port}: no process listens")
+        return None, "; ".join(problems)
 
     def _hosts(self, place: _Place) -> Iterable[str]:
         """Returns the addresses to try, in order."""
@@ -262,9 +262,9 @@ def _addresses(host: str | None) -> list[tuple[Any, ...]]:
 
 def _own_hosts(store_host: str | None) -> tuple[list[str], bool]:
     """Returns this machine's addresses for others, and whether the store is on this machine."""
-    given = os.environ.get("CKPT_HOST")
-    if given:
-        return [given], False
+    host = os.environ.get("CKPT_HOST")
+    if host:
+        return [host], False
     for family, _, _, _, address in _addresses(store_host):
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as towards:
             towards.connect(address)  # sends nothing, and only chooses an address of this machine
@@ -276,9 +276,9 @@ def _own_hosts(store_host: str | None) -> tuple[list[str], bool]:
 
 def _is_one_host(store: Store) -> bool:
     """Whether all ranks at the store are on this host (rule 4)."""
-    given = os.environ.get("CKPT_HOST")
-    if given:
-        return given == "localhost" or given.startswith("127.")
+    named = os.environ.get("CKPT_HOST")
+    if named:
+        return named == "localhost" or named.startswith("127.")
     here, everywhere, host, port = map(
         os.environ.get, ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     )

@@ -131,10 +131,10 @@ def parts_by_name(module: nn.Module, state: Mapping[str, object]) -> dict[str, o
     }
     parts: dict[str, object] = {}
     inside: set[str] = set()
-    given = {clean.of(key): value for key, value in state.items()}
+    named = {clean.of(key): value for key, value in state.items()}
     for key, (unit, handle) in units.items():
-        if key in given:
-            shard = _shard(key, given[key], handle)
+        if key in named:
+            shard = _shard(key, named[key], handle)
             for tied, part in zip(_names(module, handle), slices_of(unit, handle), strict=True):
                 inside.update(tied)
                 parts |= dict.fromkeys(tied, part.of(shard, part.key))
@@ -143,7 +143,7 @@ def parts_by_name(module: nn.Module, state: Mapping[str, object]) -> dict[str, o
                 f"{key}: the state dict has no local shard of this flat parameter; give one that "
                 "the module returned under StateDictType.LOCAL_STATE_DICT"
             )
-    rest = {k: v for k, v in given.items() if k not in units and k not in inside}
+    rest = {k: v for k, v in named.items() if k not in units and k not in inside}
     return parts | rest
 
 

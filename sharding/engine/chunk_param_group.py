@@ -57,9 +57,9 @@ class MeshGroups:
             f"to shard over, not of {mesh.ndim}: {mesh}"
         )
 
-    def parameter(self, given: nn.Parameter, dim: int, offload: bool) -> nn.Parameter:
+    def parameter(self, original: nn.Parameter, dim: int, offload: bool) -> nn.Parameter:
         """Returns the sharded parameter: this rank's part in new memory."""
-        unsharded = given.detach()
+        unsharded = original.detach()
         spec = self._spec(unsharded, dim)
         if isinstance(unsharded, DTensor):
             unsharded = unsharded.to_local()
@@ -70,7 +70,7 @@ class MeshGroups:
         part = part.clone(memory_format=torch.contiguous_format)
         if offload and part.device.type not in ("cpu", "meta"):
             part = part.cpu()
-        return nn.Parameter(as_dtensor(part, spec), requires_grad=given.requires_grad)
+        return nn.Parameter(as_dtensor(part, spec), requires_grad=original.requires_grad)
 
     def _spec(self, unsharded: torch.Tensor, dim: int) -> DTensorSpec:
         mesh, behind = self.mesh, unsharded._spec if isinstance(unsharded, DTensor) else None

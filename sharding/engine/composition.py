@@ -145,8 +145,8 @@ class GroupTags:
 
 def key_of(number: int, names: Iterable[str], shapes: Iterable[Sequence[int]]) -> int:
     """Returns 64 bits that identify a parameter group by number, parameters' names and shapes."""
-    told = repr((number, tuple(names), [tuple(shape) for shape in shapes]))
-    return int.from_bytes(blake2b(told.encode(), digest_size=8).digest(), "little")
+    text = repr((number, tuple(names), [tuple(shape) for shape in shapes]))
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def tag_of(digest: bytes, tensors: Sequence[torch.Tensor]) -> int:
@@ -295,9 +295,9 @@ def report(shard_group: ShardGroup, missed: Missed, error: BaseException) -> Tra
         f"{missed.composition} for {missed.nbytes:,} bytes of {_word(missed.dtype)} {way} rank "
         f"{other}"
     )
-    told = _describe_waits(shard_group, missed.composition, waited, other)
+    waits = _describe_waits(shard_group, missed.composition, waited, other)
     return TransferError(
-        f"rank {here} waited in {waited}, in vain ({_first_line(error)}). {told} {_ADVICE}"
+        f"rank {here} waited in {waited}, in vain ({_first_line(error)}). {waits} {_ADVICE}"
     )
 
 
@@ -314,10 +314,10 @@ def report_unlike(shard_group: ShardGroup, composition: Composition) -> Transfer
 
     Not a collective: every rank that finds the difference calls it.
     """
-    told = _describe_waits(shard_group, composition, f"{composition}", None)
+    waits = _describe_waits(shard_group, composition, f"{composition}", None)
     return TransferError(
         f"rank {dist.get_rank()} took part in {composition}, and another rank in another "
-        f"collective, now or since the last reduction; its result is not used. {told} {_ADVICE}"
+        f"collective, now or since the last reduction; its result is not used. {waits} {_ADVICE}"
     )
 
 

@@ -329,10 +329,10 @@ class _Extension:
         along = entry.dim if entry.dim < tensor.ndim else 0
         chunks = (chunk(rows, shard_group.size, rank) for rank in range(shard_group.size))
         counts = tuple(hi - lo for lo, hi in chunks)
-        given = tensor.shape[along]
+        length = tensor.shape[along]
         if rows % shard_group.size == 0:
-            counts = (given,) * shard_group.size
-        elif given not in (counts[shard_group.rank], counts[0]):
+            counts = (length,) * shard_group.size
+        elif length not in (counts[shard_group.rank], counts[0]):
             raise TorchAssertionError(
                 f"{entry.name} of shape {entry.shape} is unevenly sharded over {shard_group.size} "
                 f"ranks: fsdp_pre_all_gather must return tensors with {counts[shard_group.rank]} "

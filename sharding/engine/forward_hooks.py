@@ -214,12 +214,12 @@ def _end_served(call: UnitCall, trained: bool, runtime: Runtime) -> None:
 # Autograd's hooks: backward reaches a call, backward leaves a call.
 
 
-def _note_given(call: UnitCall, given: object, runtime: Runtime, begins: bool) -> None:
+def _note_given(call: UnitCall, inputs: object, runtime: Runtime, begins: bool) -> None:
     """Reshards the parameters when backward leaves this call by one of its inputs.
 
     Only inputs of its first module count: other modules may get outputs of the first.
     """
-    for tensor in tensors_in(given):
+    for tensor in tensors_in(inputs):
         if tensor.requires_grad:
             call.given[id(tensor)] = tensor, tensor._version
             if begins and tensor.grad_fn is not None:
@@ -257,8 +257,8 @@ def _hands_out_parameters(call: UnitCall, output: object) -> bool:
 
 def _is_given(call: UnitCall, tensor: torch.Tensor) -> bool:
     """Whether a tensor is an unchanged input of the call."""
-    given = call.given.get(id(tensor))
-    return given is not None and given[1] == tensor._version
+    original = call.given.get(id(tensor))
+    return original is not None and original[1] == tensor._version
 
 
 def _came(runtime: Runtime, call: UnitCall, gradients: object) -> None:

@@ -92,9 +92,9 @@ def check_same(
         everyone = [each for some in gathered for each in some]
     if failure is not None:
         raise failure
-    for rank, _, told in everyone:
-        if told is not None:
-            raise RankError(f"the comparison of {things}", rank, *told)
+    for rank, _, order in everyone:
+        if order is not None:
+            raise RankError(f"the comparison of {things}", rank, *order)
     in_order = sorted(((rank, each) for rank, each, _ in everyone), key=lambda each: each[0])
     raise MisuseError(f"{_difference(things, in_order)}; {_ADVICE}")
 
@@ -248,7 +248,7 @@ class OrderCheck:
         if self._warned or expected == index:
             return
         self._warned = True
-        said = (
+        message = (
             "no more parameters"
             if expected is None
             else f"parameters for {_names(units[expected], units)}"
@@ -256,8 +256,8 @@ class OrderCheck:
         warnings.warn(
             "Forward order differs from that of the first iteration on rank "
             f"{dist.get_rank()}. Collectives are unchecked and may give incorrect results or hang "
-            f"where ranks do not run the same number of units: expected to all-gather {said} but "
-            f"got parameters for {_names(units[index], units)}",
+            f"where ranks do not run the same number of units: expected to all-gather {message} "
+            f"but got parameters for {_names(units[index], units)}",
             stacklevel=2,
         )
 

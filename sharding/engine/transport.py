@@ -454,8 +454,8 @@ class CollectiveTransport:
         """Adds a collective to this rank's hash; returns the marks of all its collectives."""
         group = _group_of(self.shard_group)
         assert group is not None
-        told = _histories.get(group, b"") + composition.digest
-        history = blake2b(told, digest_size=8).digest()
+        digests = _histories.get(group, b"") + composition.digest
+        history = blake2b(digests, digest_size=8).digest()
         _histories[group] = history
         number = int.from_bytes(history, "little")
         bits = [number >> bit & 1 for bit in range(BITS)]

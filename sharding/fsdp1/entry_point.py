@@ -224,8 +224,8 @@ def wrap_inside(
         is_wrapped=lambda part: entry_point_of(part) is not None,
     )
     if root_kwargs["sync_module_states"]:
-        given = device_given(root_kwargs["device_id"], groups.shard.rank)
-        device = compute_device(module.parameters(), given)
+        unit_device = device_given(root_kwargs["device_id"], groups.shard.rank)
+        device = compute_device(module.parameters(), unit_device)
         left = [part for part in module.modules() if part not in ignored.modules]
         tensors: list[torch.Tensor] = []
         tensors += [p for p in module.parameters() if p not in ignored.parameters]
@@ -252,21 +252,21 @@ def find_ignored(
     if modules is not None and states is not None:
         raise ArgumentError("Cannot pass both ignored_modules and ignored_states at the same time.")
     parameters: set[nn.Parameter] = set()
-    given: list[nn.Module] = _list_of_modules(modules)
+    ignored: list[nn.Module] = _list_of_modules(modules)
     for state in states or ():
         if isinstance(state, nn.Parameter):
             parameters.add(state)
         elif isinstance(state, nn.Module):
-            given.append(state)
+            ignored.append(state)
         else:
             raise ArgumentError(
                 f"ignored_states expects all nn.Parameter or all nn.Module list elements but got "
                 f"{type(state)}"
             )
-    for module in given:
+    for module in ignored:
         if entry_point_of(module) is not None:
             raise ArgumentError("`ignored_modules` should not include FSDP modules")
-    all_modules = {part for module in given for part in module.modules()}
+    all_modules = {part for module in ignored for part in module.modules()}
     if root in all_modules:
         warnings.warn(
             "Trying to ignore the top-level module passed into the FSDP constructor itself will "
@@ -337,23 +337,23 @@ def make_flat_unit(
     groups call this.
     """
     groups = settings.groups
-    given = device_given(settings.device_id, groups.shard.rank)
+    device = device_given(settings.device_id, groups.shard.rank)
     inner = {part for unit in units_of((module,)) for part in unit.modules}
     own = list(own_modules(module, settings.ignored_modules, inner))
     found, parameters = _find_parameters(module, settings)
     buffers = [b for part in own for b in part.buffers(recurse=False)]
     _check_ranks(parameters, groups)
-    compute = compute_device(parameters, given)
+    compute = compute_device(parameters, device)
     if any(tensor.is_meta for tensor in parameters + buffers):
         real = [p for p in parameters if not p.is_meta]
         if real and len(real) < len(parameters) and settings.param_init_fn is None:
-            check_one_device(parameters, given)
+            check_one_device(parameters, device)
         materialize(own, compute, settings.param_init_fn)
         found, parameters = _find_parameters(module, settings)
         buffers = [b for part in own for b in part.buffers(recurse=False)]
-    check_one_device(parameters, given)
-    if given is not None:
-        _move(parameters, buffers, given)
+    check_one_device(parameters, device)
+    if device is not None:
+        _move(parameters, buffers, device)
     else:
         warn_of_host_memory(parameters, compute)
     if settings.sync_module_states:
@@ -457,14 +457,14 @@ Groups = ProcessGroup | tuple[ProcessGroup, ProcessGroup | None]
 
 
 def chosen_groups(
-    strategy: ShardingStrategy, given: Groups | None, mesh: DeviceMesh | None, has_policy: bool
+    strategy: ShardingStrategy, groups: Groups | None, mesh: DeviceMesh | None, has_policy: bool
 ) -> Groups:
     """Returns the groups that a user names or implies. All ranks call this; it may make groups.
 
     Raises ArgumentError if a hybrid strategy has no groups and no policy, since every instance
     would make its own, or if group and mesh contradict the strategy.
     """
-    if given is not None and mesh is not None:
+    if groups is not None and mesh is not None:
         raise ArgumentError("Cannot pass both process_group and device_mesh at the same time.")
     hybrid = strategy in HYBRID
     if mesh is not None:
@@ -475,13 +475,13 @@ def chosen_groups(
             )
         check_gathers(mesh, range(mesh.ndim)[::-1])
         return (mesh.get_group(1), mesh.get_group(0)) if hybrid else mesh.get_group(0)
-    if given is not None:
-        if hybrid != isinstance(given, tuple):
+    if groups is not None:
+        if hybrid != isinstance(groups, tuple):
             raise ArgumentError(
                 f"Expected process_group to be passed in as a {'tuple' if hybrid else 'group'} for "
-                f"{strategy}, but got {type(given)}"
+                f"{strategy}, but got {type(groups)}"
             )
-        return given
+        return groups
     if not hybrid:
         return _world()
     if not has_policy:
@@ -525,9 +525,9 @@ def _by_node() -> Groups:
     A node has LOCAL_WORLD_SIZE ranks, which torchrun sets; without it, the ranks of one host name.
     """
     size = dist.get_world_size()
-    said = os.environ.get("LOCAL_WORLD_SIZE")
-    if said is not None and said.isdigit() and 0 < int(said) <= size:
-        node = int(said)
+    local_size = os.environ.get("LOCAL_WORLD_SIZE")
+    if local_size is not None and local_size.isdigit() and 0 < int(local_size) <= size:
+        node = int(local_size)
     else:
         hosts: list[str] = [""] * size
         dist.all_gather_object(hosts, gethostname())

@@ -129,8 +129,8 @@ class Held:
 def fill_parts(param_group: FlatParamGroup, pairs: Iterable[tuple[FlatPart, Held]]) -> None:
     """Fills each part with its elements of a tensor that the ranks of the group hold."""
     moves = (
-        Move(part.name, held.local, held.layout, part.local, _layouts(param_group, part.index)[0])
-        for part, held in pairs
+        Move(part.name, near.local, near.layout, part.local, _layouts(param_group, part.index)[0])
+        for part, near in pairs
     )
     _redistribute(param_group, moves, LOADING)
 
@@ -220,11 +220,11 @@ def _wrap(
 
 
 def _spec(
-    param_group: FlatParamGroup, index: int, dtype: torch.dtype, given: DeviceMesh | None
+    param_group: FlatParamGroup, index: int, dtype: torch.dtype, given_mesh: DeviceMesh | None
 ) -> DTensorSpec:
     """Returns the placements of a parameter's rows; see [Note: which dimension comes first]."""
     before = param_group.parameters[index].distributed
-    mesh = given or _mesh(param_group, before)
+    mesh = given_mesh or _mesh(param_group, before)
     rows = shard_in_front(0, before)
     behind = () if before is None else tuple(before.placements)
     replicated = [Replicate()] * (mesh.ndim - 1)
@@ -300,7 +300,7 @@ class _Given:
             [(part.name, str(part.local.dtype)) for part, _ in pairs]
             for pairs in (self.near, self.spread, self.full)
         ]
-        lying = [held.layout for _, held in self.near]
+        lying = [near.layout for _, near in self.near]
         return crc32(repr((seen, lying)).encode())
 
 
@@ -327,10 +327,10 @@ class RowLoading:
             return flat, self._take(flat, strict, missing, errors)
 
         if param_group.groups.shard.group is None:
-            flat, given = reading()
+            flat, values = reading()
         else:
             ranks = Ranks(param_group.groups.shard.group)
-            (flat, given), agreement = ranks.run_and_compare(
+            (flat, values), agreement = ranks.run_and_compare(
                 LOADING, reading, lambda found: {"parts": found[1].fingerprint()}
             )
             if not agreement.same["parts"]:
@@ -339,8 +339,8 @@ class RowLoading:
                     f"{path}: the ranks load sharded state dicts with other names, dtypes "
                     "or placements; all of them load the same, each its own part"
                 )
-        self._fill(given)
-        for part in given.parts:
+        self._fill(values)
+        for part in values.parts:
             view = param_group.shard_view(part.index, flat).reshape(-1)
             if view.data_ptr() != part.local.data_ptr():  # a copy, of another dtype
                 view.copy_(part.local)
@@ -359,7 +359,7 @@ class RowLoading:
     def _take(
         self, flat: torch.Tensor, strict: bool, missing: list[str], errors: list[str]
     ) -> _Given:
-        param_group, given = self.own.param_group, _Given()
+        param_group, values = self.own.param_group, _Given()
         for index, names in enumerate(self.own.keys):
             there = [key for key in names if self.inside + key in self.state]
             if strict and not param_group.form.use_orig_params:
@@ -384,23 +384,23 @@ class RowLoading:
             before = param_group.parameters[index].distributed
             is_spread = isinstance(value, DTensor) or is_sharded(value)
             if not is_spread or (before is not None and value.device_mesh == before.mesh):
-                given.full.append((part, value))
+                values.full.append((part, value))
                 continue
-            held = find_in_shard_group(param_group, index, value, key, self.mesh)
-            if held is None:
-                given.spread.append((part, value))
+            near = find_in_shard_group(param_group, index, value, key, self.mesh)
+            if near is None:
+                values.spread.append((part, value))
             else:
-                given.near.append((part, held))
-        return given
+                values.near.append((part, near))
+        return values
 
-    def _fill(self, given: _Given) -> None:
+    def _fill(self, values: _Given) -> None:
         """Fills every part. All ranks that share the parameter group call this alike."""
         param_group = self.own.param_group
-        if given.near:
-            fill_parts(param_group, given.near)
-        if given.spread:
-            _fill_spread(param_group, given.spread)
-        for part, value in given.full:
+        if values.near:
+            fill_parts(param_group, values.near)
+        if values.spread:
+            _fill_spread(param_group, values.spread)
+        for part, value in values.full:
             _, lo, hi = param_group.piece(part.index)
             parameter = param_group.parameters[part.index]
             if not isinstance(value, DTensor):

@@ -151,18 +151,18 @@ def _groups_of(
         every = {id(parameter): parameter for parameter in names.current.values()}
         return [list(every.values())], False
     try:
-        given: list[Any] = list(optim_input)
+        groups: list[Any] = list(optim_input)
     except TypeError as error:
         raise ArgumentTypeError(
             f"Optimizer input should be an iterable of Tensors or dicts, but got {optim_input}"
         ) from error
-    if not given:
+    if not groups:
         raise ArgumentError("Optimizer input should not be empty")
-    if all(isinstance(entry, torch.Tensor) for entry in given):
-        return [given], False
-    if not all(isinstance(entry, dict) for entry in given):
+    if all(isinstance(entry, torch.Tensor) for entry in groups):
+        return [groups], False
+    if not all(isinstance(entry, dict) for entry in groups):
         raise ArgumentTypeError("Optimizer input should be an iterable of Tensors or dicts")
-    return [list(group["params"]) for group in given], True
+    return [list(group["params"]) for group in groups], True
 
 
 def is_keyed_by_name(state: Mapping[str, Any]) -> bool:
@@ -273,14 +273,14 @@ class SavedGroups:
             (lacking, "are lacking, which the optimizer has"),
         ]
         if any(names for names, _ in complaints):
-            said = "; ".join(
+            text = "; ".join(
                 f"{format_names(names, SHOWN)} {what}" for names, what in complaints if names
             )
             hint = ""
             if any(isinstance(name, int) for name in strange):
                 hint = "; these are positions: rekey_optim_state_dict makes names of them"
             raise OptimizerMismatchError(
-                f"the groups of the optimizer's state are not those of this optimizer: {said}"
+                f"the groups of the optimizer's state are not those of this optimizer: {text}"
                 f"{hint}",
                 names=[str(name) for names, _ in complaints for name in names],
             )

@@ -166,12 +166,14 @@ class _Loading:
         taken: set[str] = set()
         for key, named in known.parameters.items():
             taken.update(named.names)
-            held = {name: entries[name] for name in named.names if entries.get(name)}
-            if not held:
+            own_entries = {name: entries[name] for name in named.names if entries.get(name)}
+            if not own_entries:
                 continue
             if groups is not None:
-                self._check_complete(named, held, entries, groups)
-            state[key] = self._slice(named, held) if named.slices else self._own(named, held)
+                self._check_complete(named, own_entries, entries, groups)
+            state[key] = (
+                self._slice(named, own_entries) if named.slices else self._own(named, own_entries)
+            )
         known_names = taken | set(first) | set({} if groups is None else groups.group_of)
         others = {name: value for name, value in entries.items() if name not in known_names}
         state |= deepcopy(others)
@@ -188,7 +190,7 @@ class _Loading:
     def _check_complete(
         self,
         named: NamedParameter,
-        held: Mapping[str, Entries],
+        loaded: Mapping[str, Entries],
         every: Mapping[str, Entries],
         groups: SavedGroups,
     ) -> None:
@@ -196,7 +198,7 @@ class _Loading:
         if self.optim is None:
             return
         mine = self.optim.state.get(named.parameter, {})
-        for name, entries in held.items():
+        for name, entries in loaded.items():
             for entry in [entry for entry in mine if entry not in entries]:
                 if any(entry in every.get(other, {}) for other in groups.beside(name)):
                     raise OptimizerMismatchError(
@@ -206,8 +208,8 @@ class _Loading:
 
     # State of a part of one parameter, or of several parameters end to end.
 
-    def _slice(self, named: NamedParameter, held: Mapping[str, Entries]) -> Entries:
-        (first, entries), *others = held.items()
+    def _slice(self, named: NamedParameter, loaded: Mapping[str, Entries]) -> Entries:
+        (first, entries), *others = loaded.items()
         for name, each in others:
             if each.keys() != entries.keys():
                 raise OptimizerMismatchError(
@@ -215,13 +217,13 @@ class _Loading:
                     f"{sorted(map(str, entries))}; they are in one flat parameter, and have one "
                     "state: an entry is missing"
                 )
-        return {entry: self._slice_entry(named, held, entry) for entry in entries}
+        return {entry: self._slice_entry(named, loaded, entry) for entry in entries}
 
     def _slice_entry(
-        self, named: NamedParameter, held: Mapping[str, Entries], entry: object
+        self, named: NamedParameter, loaded: Mapping[str, Entries], entry: object
     ) -> object:
         slices = dict(zip(named.names, named.slices, strict=True))
-        values = {name: each[entry] for name, each in held.items()}
+        values = {name: each[entry] for name, each in loaded.items()}
         spread = {n: v for n, v in values.items() if isinstance(v, torch.Tensor | LocalPart)}
         if len(spread) == len(values):
             shapes = {name: tuple(value.shape) for name, value in spread.items()}
@@ -263,8 +265,8 @@ class _Loading:
 
     # State of a parameter that is not divided by a flat parameter.
 
-    def _own(self, named: NamedParameter, held: Mapping[str, Entries]) -> Entries:
-        [(name, entries)] = held.items()
+    def _own(self, named: NamedParameter, loaded: Mapping[str, Entries]) -> Entries:
+        [(name, entries)] = loaded.items()
         return {
             entry: self._own_entry(named.parameter, f"{name}.{entry}", entry, value)
             for entry, value in entries.items()

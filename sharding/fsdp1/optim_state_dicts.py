@@ -134,9 +134,9 @@ def optim_state_of(
     entries = {
         name: {
             entry: made[name, entry] if (name, entry) in made else _copy(value, wanted.to_cpu)
-            for entry, value in held.items()
+            for entry, value in planned.items()
         }
-        for name, held in plan.entries.items()
+        for name, planned in plan.entries.items()
     }
     return {"state": {**entries, **plan.others}, **_groups(plan.known, state)}
 
@@ -168,14 +168,14 @@ class _Plan:
         for key, named in known.parameters.items():
             if key not in state["state"]:
                 continue
-            held = state["state"][key]
+            slots = state["state"][key]
             if not named.slices:
-                plan.entries[named.names[0]] = dict(held)
+                plan.entries[named.names[0]] = dict(slots)
                 continue
             for name, part in zip(named.names, named.slices, strict=True):
                 entries = {
                     entry: part.of(value) if _is_divided(named, entry, value) else value
-                    for entry, value in held.items()
+                    for entry, value in slots.items()
                 }
                 plan.entries[name] = entries
                 plan.described[name] = _Described(
@@ -194,19 +194,23 @@ class _Plan:
         """Adds the entries that other ranks have (rule 3)."""
         for named in self.known.parameters.values():
             for name, part in zip(named.names, named.slices, strict=bool(named.slices)):
-                said = {r: each[name] for r, each in enumerate(everyone) if name in each}
-                if said:
-                    self._complete(name, named, part.hi > part.lo, said)
+                descriptions = {r: each[name] for r, each in enumerate(everyone) if name in each}
+                if descriptions:
+                    self._complete(name, named, part.hi > part.lo, descriptions)
         order = [name for named in self.known.parameters.values() for name in named.names]
         for name in order:
             if name in self.entries:
                 self.entries[name] = self.entries.pop(name)
 
     def _complete(
-        self, name: str, named: NamedParameter, has_elements: bool, said: dict[int, _Described]
+        self,
+        name: str,
+        named: NamedParameter,
+        has_elements: bool,
+        descriptions: dict[int, _Described],
     ) -> None:
-        holders = {rank: each for rank, each in said.items() if each.has_elements}
-        first, wanted = min((holders or said).items())
+        holders = {rank: each for rank, each in descriptions.items() if each.has_elements}
+        first, wanted = min((holders or descriptions).items())
         for rank, each in holders.items():
             if each.entries != wanted.entries:
                 raise OptimizerMismatchError(
@@ -248,13 +252,15 @@ def _describe(name: str, entry: object, value: object) -> tuple[Any, ...]:
     return "value", value
 
 
-def _make(said: tuple[Any, ...], part: LocalPart) -> object:
+def _make(description: tuple[Any, ...], part: LocalPart) -> object:
     """Returns another rank's entry, on a rank without elements of the parameter."""
-    if said[0] == "divided":
-        return LocalPart(part.local.to(said[1]), part.layout)
-    if said[0] == "number":
-        return torch.tensor(said[3], dtype=said[1], device="cpu").reshape(said[2])
-    return said[1]
+    if description[0] == "divided":
+        return LocalPart(part.local.to(description[1]), part.layout)
+    if description[0] == "number":
+        return torch.tensor(description[3], dtype=description[1], device="cpu").reshape(
+            description[2]
+        )
+    return description[1]
 
 
 Made = dict[tuple[str, Any], Any]

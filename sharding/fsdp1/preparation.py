@@ -271,16 +271,16 @@ def materialize(
             module.to_empty(device=device, recurse=False)
             with torch.no_grad():
                 reset()
-        for name, given in before.items():
-            _tie(module, name, given)
+        for name, parameter in before.items():
+            _tie(module, name, parameter)
 
 
-def _tie(module: nn.Module, name: str, given: nn.Parameter) -> None:
+def _tie(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Puts the parameter that was first made for a tied one into its other places too."""
     made = module._parameters.get(name)
     if made is None or made.is_meta:
         return
-    first = vars(given).setdefault(_MADE, made)
+    first = vars(parameter).setdefault(_MADE, made)
     if first is not made:
         setattr(module, name, first)
 
@@ -383,17 +383,17 @@ def device_given(device_id: int | str | torch.device | None, rank: int) -> torch
     return device
 
 
-def compute_device(parameters: Iterable[nn.Parameter], given: torch.device | None) -> torch.device:
+def compute_device(parameters: Iterable[nn.Parameter], device: torch.device | None) -> torch.device:
     """Returns the device of a module's computation: the given one, or that of its parameters.
 
     For parameters in host memory it is the accelerator, if there is one. Raises ArgumentError if
     the parameters are on another device than the given one.
     """
     found = next((p.device for p in parameters if p.device.type not in ("cpu", "meta")), None)
-    if given is not None and given.type != "meta":
-        if found is not None and found != given:
-            raise ArgumentError(f"Inconsistent compute device and `device_id`: {found} vs {given}")
-        return given
+    if device is not None and device.type != "meta":
+        if found is not None and found != device:
+            raise ArgumentError(f"Inconsistent compute device and `device_id`: {found} vs {device}")
+        return device
     if found is not None:
         return found
     accelerator = current_accelerator()
@@ -402,7 +402,7 @@ def compute_device(parameters: Iterable[nn.Parameter], given: torch.device | Non
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def check_one_device(tensors: Iterable[torch.Tensor], given: torch.device | None) -> None:
+def check_one_device(tensors: Iterable[torch.Tensor], wanted: torch.device | None) -> None:
     """Raises MisuseError if a module is on several devices and none is given."""
     devices = {tensor.device for tensor in tensors}
     real = {device for device in devices if device.type not in ("cpu", "meta")}
@@ -410,7 +410,7 @@ def check_one_device(tensors: Iterable[torch.Tensor], given: torch.device | None
         raise MisuseError(
             f"FSDP only supports single device modules but got params on {sorted(map(str, real))}"
         )
-    if len(devices) > 1 and given is None:
+    if len(devices) > 1 and wanted is None:
         raise MisuseError(
             f"The module has parameters on {sorted(map(str, devices))}; please pass in device_id "
             "to have it on one device"

@@ -329,9 +329,9 @@ class _Hooks:
             if not entry_point.unit.summoned and own.param_group not in _shown:
                 self._show(own.param_group)
             for parameter, keys in zip(own.param_group.parameters, own.keys, strict=True):
-                given = [key for key in keys if isinstance(state.get(inside + key), torch.Tensor)]
-                for key in keys if given else ():  # a missing tied name belongs to another unit
-                    value = state[inside + (key if key in given else given[0])]
+                present = [key for key in keys if isinstance(state.get(inside + key), torch.Tensor)]
+                for key in keys if present else ():  # a missing tied name belongs to another unit
+                    value = state[inside + (key if key in present else present[0])]
                     state[inside + key] = use_unsharded(value, parameter)
 
     def after_loading(self, module: nn.Module, incompatible: Any) -> None:

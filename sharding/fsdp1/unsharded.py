@@ -139,9 +139,11 @@ class UnshardedParameters:
                 else:
                     module._parameters[attribute] = unsharded
         for module, keys in param_group.keys.items():
-            given = dict(module._parameters)
+            parameters = dict(module._parameters)
             module._parameters.clear()
-            module._parameters.update({key: given.pop(key) for key in keys if key in given} | given)
+            module._parameters.update(
+                {key: parameters.pop(key) for key in keys if key in parameters} | parameters
+            )
 
     def fill(self, buffer: UnshardedBuffer) -> None:
         """Copies the present values into a buffer of the group, in which a forward reads them.

@@ -143,7 +143,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
             "use_orig_params": use_orig_params,
         }
         if has_policy:
-            given = shared | {
+            arguments = shared | {
                 "process_group": groups if device_mesh is None else None,
                 "device_mesh": device_mesh,
                 "sharding_strategy": sharding_strategy,
@@ -151,7 +151,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
                 "mixed_precision": mixed_precision,
                 "ignored_states": list(ignored.parameters),
             }
-            wrap_inside(module, auto_wrap_policy, type(self), given, ignored, hybrid)
+            wrap_inside(module, auto_wrap_policy, type(self), arguments, ignored, hybrid)
         elif isinstance(module, nn.ModuleList | nn.ModuleDict):
             warnings.warn(
                 "FSDP will not all-gather parameters for containers that do not implement forward: "

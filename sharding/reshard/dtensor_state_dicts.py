@@ -96,8 +96,8 @@ def _convert(
     to_cpu: bool,
     group: ProcessGroup | None,
 ) -> None:
-    given: dict[str, TensorLike] = {key: state[key] for key in dict.fromkeys(first.values())}
-    made = convert_kind(given, kind, rank0_only=rank0_only, offload_to_cpu=to_cpu, group=group)
+    values: dict[str, TensorLike] = {key: state[key] for key in dict.fromkeys(first.values())}
+    made = convert_kind(values, kind, rank0_only=rank0_only, offload_to_cpu=to_cpu, group=group)
     state.update({key: made[other] for key, other in first.items() if other in made})
 
 

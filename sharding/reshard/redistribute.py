@@ -354,19 +354,19 @@ class _Batch:
             except Exception as error:
                 failures.set(error, self._route.here)
         notes = {source: torch.empty(NOTE_SIZE, dtype=torch.int64) for source in self._in}
-        told = {
+        received = {
             target: memory.note(starts[tuple(message.places)], failures.mark)
             for target, message in self._out.items()
         }
-        self._send_and_receive(notes, told)
+        self._send_and_receive(notes, received)
         failures.hear([note[MARK] for note in notes.values()])
         self._take(lambda rank: memory.bytes_of(notes[rank], self._in[rank].nbytes))
         if is_last:
             return  # the agreement of the ranks is the answer
         for note in notes.values():
             note[MARK] = failures.mark
-        self._send_and_receive(told, notes)  # the answers
-        failures.hear([answer[MARK] for answer in told.values()])
+        self._send_and_receive(received, notes)  # the answers
+        failures.hear([answer[MARK] for answer in received.values()])
 
     def _take(self, bytes_from: Callable[[int], torch.Tensor]) -> None:
         """Puts received elements into their places, unless a rank has failed."""
@@ -517,9 +517,9 @@ def _host_hash() -> int:
     with suppress(OSError):  # a system without these files
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         processes = os.stat("/proc/self/ns/pid").st_ino
-        said = f"{platform.node()} {boot} {processes} {os.geteuid()}"
+        identity = f"{platform.node()} {boot} {processes} {os.geteuid()}"
         if os.environ.get(VARIABLE) != "0":
-            digest = sha256(said.encode()).digest()
+            digest = sha256(identity.encode()).digest()
             return int.from_bytes(digest[:8], "big") >> (64 - HASH_BITS)
     return secrets.randbits(HASH_BITS)
 

@@ -221,21 +221,21 @@ def name_of(url: str) -> str:
 
 def describe_differences(found: Comparison) -> Json:
     """Returns the data of a page of differences: the part that `describe` lacks."""
-    told = asdict(found)
-    del told["equal_tensors"]
+    values = asdict(found)
+    del values["equal_tensors"]
     count = len(found.tensors)
-    for tensor in told["tensors"]:
+    for tensor in values["tensors"]:
         tensor["largest"] = f"{tensor['max_abs']:.6g}"
-    decades = {label for one in found.tensors for label, _ in one.histogram}
-    told["decades"] = sorted(decades, key=float)
-    told["summary"] = (
+    decades = {label for entry in found.tensors for label, _ in entry.histogram}
+    values["decades"] = sorted(decades, key=float)
+    values["summary"] = (
         f"{found.compared_tensors:,} tensors were compared: {count:,} differ, "
         f"{len(found.equal_tensors):,} are equal or close."
     )
     for key in ("a", "b"):
-        told[key] = without_secrets(told[key])
-    told["notes"] = [without_secrets(note) for note in found.notes]
-    return {key: plain(value) for key, value in told.items()}
+        values[key] = without_secrets(values[key])
+    values["notes"] = [without_secrets(note) for note in found.notes]
+    return {key: plain(value) for key, value in values.items()}
 
 
 def plain(value: Any) -> Any:
