@@ -44,7 +44,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.errors import StateError
-from ckpt.state.memory import host_address
+from ckpt.state.memory import address_of, host_address, is_conj_or_neg
 from ckpt.state.subclass_state import ORDINARY, inner_of, plain, take_apart
 from formats.catalog import join
 from sharding.describe.describing import TensorLike, flat_members, is_divided
@@ -379,6 +379,9 @@ def identity(tensor: TensorLike, address: int = 0) -> object:
     try:
         if not has_address(tensor):
             return id(tensor)
+        # A tensor of a class of its own may be tied to an ordinary one, whose key is the above.
+        if tensor.is_cpu and not is_conj_or_neg(tensor) and (address := address_of(tensor)):
+            return address, tensor.shape, tensor.dtype
         return (
             tensor.untyped_storage().data_ptr(),
             tensor.storage_offset(),

@@ -39,8 +39,6 @@ BUILT_IN = {
     ("sharding/supported.py", "ImportError"): "raised before the packages can be imported",
     ("ckpt/live/serve.py", "FileNotFoundError"): "becomes an answer in the same file",
     ("ckpt/live/http_server.py", "ConnectionResetError"): "ends one connection of a server",
-    ("ckpt/live/host.py", "EOFError"): "becomes an answer in the same file",
-    ("ckpt/live/host.py", "OSError"): "becomes an answer in the same file",
     ("ckpt/live/wire.py", "ConnectionAbortedError"): "ends one connection of a server",
     ("ckpt/live/wire.py", "EOFError"): "ends one connection of a server",
     ("ckpt/mapping/other_names.py", "ValueError"): "then these names are no candidate, there",
