@@ -86,7 +86,7 @@ test-gpu:
 		$(PYTHON) -m pytest -m gpu -W default tests/gpu
 
 pages: $(STAMP)
-	$(BIN)/python -m pytest -q -m slow tests/docs -k 'not (commands and (start or resume))'
+	$(BIN)/python -m pytest -q -m slow tests/docs -k 'not (commands and (start or resume or preemption or branch))'
 
 package: $(STAMP)
 	$(BIN)/python tests/packages.py

@@ -19,11 +19,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from sharding.describe.dtensor import check_gathers
 from sharding.engine.chunk_param_group import ChunkParamGroup, MeshGroups
-from sharding.engine.extensions import is_hooked
 from sharding.engine.forward_hooks import ForwardHooks
 from sharding.engine.order_check import OrderCheck
 from sharding.engine.param_group import ParamGroup
-from sharding.engine.parameter import Parameter
+from sharding.engine.parameter import Parameter, is_hooked
 from sharding.engine.runtime import attach, reset, runtime_of
 from sharding.engine.unit import (
     UNIT,

@@ -51,7 +51,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sharding.engine.chunk_param_group import ChunkParamGroup, MeshGroups, storage_of
 from sharding.engine.composition import Purpose
 from sharding.engine.param_group import ParamGroup
-from sharding.engine.parameter import ChunkPacking, Parameter, chunk, pack
+from sharding.engine.parameter import ChunkPacking, Parameter, chunk, is_hooked, pack
 from sharding.engine.reduction import AllGather
 from sharding.engine.transport import PendingAllGather
 from sharding.errors import ArgumentError, MisuseError, TorchAssertionError
@@ -59,19 +59,6 @@ from sharding.policies import MixedPrecisionPolicy
 
 PLAIN, PARTED = 1, 2
 """Marks of a gradient: one plain tensor, or tensor by tensor. 0 means no gradient."""
-
-
-def is_hooked(sharded: nn.Parameter, name: str) -> bool:
-    """Whether a sharded parameter has the hooks. Raises TorchAssertionError if it has only one."""
-    local: torch.Tensor = sharded._local_tensor  # type: ignore[attr-defined]
-    pre, post = hasattr(local, "fsdp_pre_all_gather"), hasattr(local, "fsdp_post_all_gather")
-    if pre != post:
-        raise TorchAssertionError(
-            "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined: the local tensor "
-            f"of {name}, a {type(local).__name__}, has only "
-            f"fsdp_{'pre' if pre else 'post'}_all_gather"
-        )
-    return pre
 
 
 def split_by_hooks(param_group: ParamGroup) -> list[ParamGroup]:

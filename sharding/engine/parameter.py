@@ -37,9 +37,26 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from sharding.engine.composition import ShardGroup
+from sharding.errors import TorchAssertionError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+
+def is_hooked(sharded: nn.Parameter, name: str) -> bool:
+    """Whether a sharded parameter has all-gather hooks.
+
+    Raises TorchAssertionError if it has only one of them.
+    """
+    local: torch.Tensor = sharded._local_tensor  # type: ignore[attr-defined]
+    pre, post = hasattr(local, "fsdp_pre_all_gather"), hasattr(local, "fsdp_post_all_gather")
+    if pre != post:
+        raise TorchAssertionError(
+            "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined: the local tensor "
+            f"of {name}, a {type(local).__name__}, has only "
+            f"fsdp_{'pre' if pre else 'post'}_all_gather"
+        )
+    return pre
 
 
 @dataclass(eq=False)

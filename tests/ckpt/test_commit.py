@@ -112,6 +112,7 @@ def die_everywhere(folder: str, overwrite: bool, compress: bool, half: bool) -> 
     raise AssertionError
 
 
+@pytest.mark.wide
 @pytest.mark.costly
 @pytest.mark.parametrize("half", [False, True], ids=["before", "during"])
 @pytest.mark.parametrize("compress", [False, True], ids=["raw", "zstd"])

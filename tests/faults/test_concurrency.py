@@ -234,6 +234,7 @@ def test_a_reader_gets_one_checkpoint_whole_or_a_clear_error(
         assert met == "whole" or url in met, met
 
 
+@pytest.mark.wide
 @pytest.mark.thorough
 @pytest.mark.costly
 @pytest.mark.parametrize("command", ["delete", "save"])

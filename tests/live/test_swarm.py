@@ -118,6 +118,7 @@ def readers(publisher: Publisher, count: int) -> Iterator[list[Reader]]:
     assert all(share_of(one.url) is None for one in found)
 
 
+@pytest.mark.thorough
 def test_readers_that_start_together_take_one_model_from_the_publisher(
     publisher: Publisher,
 ) -> None:
