@@ -28,7 +28,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -38,9 +37,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from sharding.engine.composition import ShardGroup
 from sharding.errors import TorchAssertionError
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
 def is_hooked(sharded: nn.Parameter, name: str) -> bool:

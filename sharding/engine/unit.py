@@ -53,7 +53,7 @@ from typing import NoReturn, Protocol, TypeVar, cast
 import torch
 from torch import nn
 
-from sharding.engine.extensions import split_by_hooks
+from sharding.engine.chunk_param_group import split_by_hooks
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter
 from sharding.engine.reduction import AllGather
