@@ -156,7 +156,7 @@ class TensorRecord(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor, packed."""
-        return self.dtype.nbytes(self.shape)
+        return self.dtype.itemsize * prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,7 +503,7 @@ class OutgoingTensor(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The bytes of the stream."""
-        return self.dtype.nbytes(self.shape)
+        return self.dtype.itemsize * prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,12 +180,12 @@ class _Matcher:
         if module is None:  # positions
             return
         every = [named for named in names.named if not _is_lazy(named.parameter)]
+        before, state = f"{module}." if module else "", join(path, "state")
         for name, shape in chain.from_iterable(map(_shapes, every)):
-            unfit = self._unfit_weight(join(module, name), shape)
-            where = join(join(path, "state"), name)
-            below = self._builder.saved.under(where) if unfit else []
+            unfit = self._unfit_weight(before + name, shape)
+            below = self._builder.saved.under(f"{state}.{name}") if unfit else []
             if unfit and below:
-                self._builder.left_out.add(where)
+                self._builder.left_out.add(f"{state}.{name}")
                 self._builder.used.update(below)
                 for entry in below:
                     if entry in self._builder.selection:
@@ -307,17 +307,18 @@ class _Matcher:
         if self._builder.saved.leaves.get(path) == {}:
             self._builder.used.add(path)  # of a module without entries
         steps: dict[str, Installer] = {}
+        before = f"{path}." if path else ""
         for key, value in loadable.items():
             if key.rpartition(".")[2] == EXTRA_STATE:
-                steps[key] = self._builder.anything(value, join(path, key))
+                steps[key] = self._builder.anything(value, before + key)
             elif isinstance(value, torch.Tensor) and (
                 _is_lazy(value)
                 or (resizing and key.removesuffix(key.rpartition(".")[2]) in resizing)
             ):
-                if (step := self._match_resized(value, join(path, key))) is not None:
+                if (step := self._match_resized(value, before + key)) is not None:
                     steps[key] = step
             else:
-                steps[key] = self.walk(value, join(path, key))
+                steps[key] = self.walk(value, before + key)
         # the reads fill the parameters and buffers themselves
         is_filled = not is_customised and _are_aliases(loadable.values(), module)
         if is_filled or not self._builder.chooses(path):

@@ -131,13 +131,18 @@ class MatchBuilder:
             ShardingError: `describe` cannot describe the tensor.
         """
         local, layout = describe(tensor, name, self.world)
-        dtype = self._dtypes.get(record.dtype)
-        if dtype is None:
-            dtype = self._dtypes[record.dtype] = torch_dtype(record.dtype.torch_name)
+        dtype = self._dtypes.get(record.dtype) or self.dtype_of(record)
         number = len(self.targets)
         self.targets.append(Target(tensor, local))
         is_direct = local.dtype == dtype and (is_in_order or is_plain(local))
         return LoadItem(name, record.name, number, layout, tuple(local.shape), is_direct)
+
+    def dtype_of(self, record: TensorRecord) -> torch.dtype:
+        """Returns torch's dtype of a stored tensor."""
+        dtype = self._dtypes.get(record.dtype)
+        if dtype is None:
+            dtype = self._dtypes[record.dtype] = torch_dtype(record.dtype.torch_name)
+        return dtype
 
     def fill(self, name: str, record: TensorRecord, tensor: TensorLike) -> None:
         """Adds an item."""

@@ -50,7 +50,7 @@ from ckpt.match.match_positions import (
     rename_parameter,
 )
 from ckpt.match.match_stateful import Fill, match_stateful
-from ckpt.state.memory import ORDINARY, torch_dtype
+from ckpt.state.memory import ORDINARY
 from ckpt.state.saved import Missing, node_at
 from ckpt.state.stateful import (
     STEP,
@@ -318,6 +318,8 @@ class _OptimizerMatch:
 
         A tensor that was an option of several groups, as a learning rate is, is one again.
         """
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
         if not isinstance(value, TensorRef):
             return self.builder.whole(value, path, is_one=True)()
         device = own.device if isinstance(own, torch.Tensor) else torch.device("cpu")
@@ -375,7 +377,8 @@ class _OptimizerMatch:
         below = self.builder.saved.under(where)
         if where in self.builder.left_out:
             return lambda: mine or None
-        if below and not any(entry in self.builder.selection for entry in below):
+        selection = self.builder.selection
+        if below and not selection.is_all and not any(entry in selection for entry in below):
             return lambda: mine or None
         saved = self.builder.saved.node(where)
         if isinstance(saved, Missing):
@@ -395,7 +398,7 @@ class _OptimizerMatch:
         def like(entry: str, record: TensorRecord) -> torch.Tensor:
             key = entry[len(where) + 1 :]
             existing = mine.get(key) if isinstance(mine, dict) else None
-            dtype, strides = torch_dtype(record.dtype.torch_name), record.strides
+            dtype, strides = self.builder.dtype_of(record), record.strides
             if (
                 isinstance(existing, torch.Tensor)
                 and tuple(existing.shape) == record.shape

@@ -114,10 +114,11 @@ def _new_names(
         return guessed or _of_old(members, target, optimizer)
     by_path = dict(zip(_paths(target), labels, strict=True))
     taken, prefix = set(labels), f"{target.module}." if target.module else ""
+    saved_prefix = f"{module}." if module else ""
     found: dict[Key, str] = {}
     for text in texts:
         if new[text] == text:
-            full = saved.rename(join(module, text))
+            full = saved.rename(saved_prefix + text)
             label = by_path.get(full) or full.removeprefix(prefix)
             while label in taken and full not in by_path:
                 label = f"other.{label}"  # by chance the name of another parameter of the target
@@ -128,7 +129,8 @@ def _new_names(
 def _paths(target: OptimizerNames) -> list[str]:
     """Returns the key path of each parameter; positions are no paths."""
     labels = [name for named in target.named for name in named.names]
-    return [join(target.module, label) if target.module is not None else "" for label in labels]
+    before = f"{target.module}." if target.module else ""
+    return [before + label if target.module is not None else "" for label in labels]
 
 
 def rename_parameter(saved: Saved, before: str, state: str, name: str) -> str:

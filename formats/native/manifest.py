@@ -376,25 +376,22 @@ class Loader:
         files = self._shard_files(self._list(self._content.get("files"), "files"))
         tensors: dict[str, StoredTensor] = {}
         aliases: dict[str, str] = {}
-
         alike: dict[str, StoredTensor] = {}
-
-        def add_tensor(name: str, tag: str, value: Json) -> TensorRef:
+        tree, entries = decode(self._content.get("state"), self._names)
+        self._names.tensors([len(name) for name, _, _ in entries])
+        for name, tag, value in entries:
             if name in tensors or name in aliases:
                 raise HostileError(f"{self._file}: two entries have the name {name!r}")
             if tag == "$alias":
                 if not isinstance(value, str):
                     raise FormatError(f"{self._file}: {name}: an alias names another tensor")
                 aliases[name] = value
-                return TensorRef(value)
+                continue
             written = repr(value)
             stored = alike.get(written)
             if stored is None:  # most tensors of a model have the entry of another
                 stored = alike[written] = self._tensor(name, value, layouts, len(files))
             tensors[name] = stored
-            return TensorRef(name)
-
-        tree = decode(self._content.get("state"), add_tensor, self._names)
         for name, target in aliases.items():
             if target not in tensors and self._stored:
                 raise FormatError(
@@ -459,7 +456,7 @@ class Loader:
             raise FormatError(f"{self._file}: {name}: a $tensor is [dtype, shape, layout]")
         dtype = dtype_named(str(entry[0]), f"{self._file}: {name}")
         shape = self._integers(entry[1], f"the shape of {name}")
-        if len(shape) > DIMENSIONS or dtype.nbytes(tuple(size for size in shape if size)) > SIZE:
+        if len(shape) > DIMENSIONS or dtype.itemsize * prod(filter(None, shape)) > SIZE:
             raise HostileError(f"{self._file}: {name}: no tensor has the shape {shape[:8]}...")
         index = self._integer(entry[2], f"the layout of {name}")
         if index >= len(layouts):

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import replace
+from itertools import repeat
 from math import prod
 from typing import TypeAlias
 
@@ -220,9 +221,8 @@ class NativePieces:
             rank, expected, pieces = places[0]
             opened = self._shards.shard(rank, self._name)
             if not opened.index.runs:
-                start = opened.start(self._name, expected)
-                extent = opened.extent(self._name, expected, start)
-                return iter([StoredPiece(piece, extent) for piece in pieces])
+                extent = opened.extent(self._name, expected)
+                return map(StoredPiece, pieces, repeat(extent))
         return self._locate(places, box)
 
     def _locate(self, places: tuple[_Held, ...], box: Box) -> Iterator[StoredPiece]:

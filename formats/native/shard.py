@@ -285,7 +285,7 @@ class Shard:
         count = -(-expected.nbytes // self.index.chunk_bytes)
         runs = self._runs(first, count)
         if not runs:
-            extent = self.extent(name, expected, self.start(name, expected))
+            extent = self.extent(name, expected)
             return [Part(0, extent, first, self._records(first, first + count))]
         where = f"{self._where}: {name}"
         if entry.dtype != "U8":
@@ -308,9 +308,9 @@ class Shard:
             raise FormatError(f"{self._where}: {name} is compressed and yet {dtype}")
         return Start(self.index.header.data_offset + begin, self._first_chunk(name), end - begin)
 
-    def extent(self, name: str, expected: Expected, start: Start) -> Extent:
-        """Returns the extent of a tensor's part with this start."""
-        offset, first, stored_bytes = start
+    def extent(self, name: str, expected: Expected, start: Start | None = None) -> Extent:
+        """Returns the extent of a tensor's part, with this start if it is known."""
+        offset, first, stored_bytes = start or self.start(name, expected)
         _, _, nbytes, width = expected
         chunks = ChunkTable(
             self.index, first, offset, stored_bytes, nbytes, self._where, name, self._fetch

@@ -45,8 +45,8 @@ _BITS = re.compile(r"[0-9a-f]{16}")
 NAN_BITS = "7ff8000000000000"
 """The bits of the NaN that has the node `$float`, and that most programs make."""
 
-Found: TypeAlias = "Callable[[str, str, Json], TensorRef]"
-"""Returns the reference to a tensor by its name, the tag of its node and the node's value."""
+Entry: TypeAlias = "tuple[str, str, Json]"
+"""A tensor or alias of a tree: its name, the tag of its node and the node's value."""
 
 
 def _not_finite(number: float) -> Json:
@@ -112,20 +112,22 @@ def _no_tensor(name: str, ref: TensorRef) -> Json:
     raise FormatError(f"{ref.name}: a tensor cannot be a key or a part of a value")
 
 
-def decode(node: Json, tensor: Found, names: Names) -> Tree:
-    """Returns the tree of a JSON node. Calls `tensor` for each tensor and alias, in order.
+def decode(node: Json, names: Names) -> tuple[Tree, list[Entry]]:
+    """Returns the tree of a JSON node, and the tensors and aliases in it, in order.
 
-    `names` limits the length of all names. Raises HostileError for absurd names or nests, and
-    FormatError for an unknown node.
+    `names` limits the length of the names above those of tensors, which the caller counts. Raises
+    HostileError for absurd names or nests, and FormatError for an unknown node.
     """
-    return _Decoder(tensor, names, KeysApart("manifest")).tree(node, "", 0)
+    entries: list[Entry] = []
+    return _Decoder(entries, names, KeysApart("manifest")).tree(node, "", 0), entries
 
 
 @dataclass(frozen=True, slots=True)
 class _Decoder:
     """The state of the decoding of a tree."""
 
-    tensor: Found
+    entries: list[Entry] | None
+    """The tensors and aliases so far; None where none may be."""
     names: Names
     keys: KeysApart
 
@@ -134,8 +136,13 @@ class _Decoder:
             if len(node) == 1:
                 ((tag, value),) = node.items()
                 if tag in ("$tensor", "$alias"):
-                    self.names.tensor(len(path))
-                    return self.tensor(path or ROOT, tag, value)
+                    if self.entries is None:
+                        raise FormatError(
+                            f"manifest: {path or ROOT}: a tensor cannot be a key or a part of a "
+                            "value"
+                        )
+                    self.entries.append((path or ROOT, tag, value))
+                    return TensorRef(str(value) if tag == "$alias" else path or ROOT)
                 if tag.startswith("$"):
                     return self._decode_tagged(tag, value, path, depth)
             self._check_size(node, path, depth)
@@ -149,7 +156,8 @@ class _Decoder:
 
     def _items(self, nodes: list[Json], path: str, depth: int) -> list[Tree]:
         self._check_size(nodes, path, depth)
-        return [self.tree(item, join(path, i), depth + 1) for i, item in enumerate(nodes)]
+        prefix = f"{path}." if path else ""
+        return [self.tree(item, f"{prefix}{i}", depth + 1) for i, item in enumerate(nodes)]
 
     def _check_size(self, node: Sized, path: str, depth: int) -> None:
         """Raises HostileError if the entries of a container are too deep or have absurd names."""
@@ -180,13 +188,13 @@ class _Decoder:
             if kind == "float" and len(parts) == 1:
                 return _nan(parts[0], path)
             if isinstance(kind, str) and kind in TYPED:
-                plain = _Decoder(_no_tensor_node, self.names, self.keys)
+                plain = _Decoder(None, self.names, self.keys)
                 return TypedValue(kind, tuple(plain._items(parts, path, depth)))
         raise FormatError(f"manifest: {path}: {tag} with {str(value)[:80]!r} is not a known node")
 
     def _pairs(self, pairs: list[Json], path: str, depth: int) -> Iterator[tuple[Key, Tree]]:
         self._check_size(pairs, path, depth)
-        keys = _Decoder(_no_tensor_node, self.names, self.keys)
+        keys = _Decoder(None, self.names, self.keys)
         seen: set[Key] = set()
         for pair in pairs:
             if not isinstance(pair, list) or len(pair) != 2:
@@ -203,7 +211,3 @@ class _Decoder:
                 raise HostileError(f"manifest: {path}: the key {key!r:.80} occurs twice")
             seen.add(key)
             yield key, self.tree(pair[1], join(path, key), depth + 1)
-
-
-def _no_tensor_node(name: str, tag: str, value: Json) -> TensorRef:
-    raise FormatError(f"manifest: {name}: a tensor cannot be a key or a part of a value")

@@ -384,14 +384,14 @@ class Layout:
         coordinate = self.mesh.coordinate(rank)
         if coordinate is None:
             return (0,) * max(1, len(self.shape))
-        return tuple(map(length, self._segments(coordinate)))
+        return self._local_shape(coordinate)
 
     def span(self, rank: int) -> tuple[int, int]:
         """Returns the elements `[lo, hi)` of the rank's local array that form its local storage."""
         coordinate = self.mesh.coordinate(rank)
         if coordinate is None:
             return (0, 0)
-        return self._span(coordinate, prod(map(length, self._segments(coordinate))))
+        return self._span(coordinate, prod(self._local_shape(coordinate)))
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """Returns a rank's pieces, with places in its local storage; none outside the mesh.
@@ -408,11 +408,11 @@ class Layout:
         lo, hi = self._span(coordinate, numel)
         if lo >= hi:
             return ()
-        strides = row_major(local)
         if hi - lo == numel and all(len(dim) == 1 for dim in segments):  # nearly all layouts
             ranges = [dim[0] for dim in segments]
             box = Box(tuple([lo for lo, _ in ranges]), tuple([hi for _, hi in ranges]))
-            return (Piece(box, 0, strides),)
+            return (Piece(box, 0, row_major(local)),)
+        strides = row_major(local)
         parts = (Box.whole(local),) if hi - lo == numel else span_boxes(local, lo, hi)
         return tuple(
             Piece(box, at - lo, strides)
@@ -439,6 +439,11 @@ class Layout:
         axes = zip(self.mesh.names, self.mesh.sizes, self.placements, strict=True)
         return ", ".join(f"{name}:{size}={placement}" for name, size, placement in axes)
 
+    def _local_shape(self, coordinate: Sequence[int]) -> Shape:
+        if all(isinstance(placement, Replicate) for placement in self.placements):
+            return self.shape  # nearly all layouts of small tensors
+        return tuple(map(length, self._segments(coordinate)))
+
     def _segments(self, coordinate: Sequence[int]) -> list[Segments]:
         """Returns the global indices of the local array: each dimension's rest after all cuts."""
         segments: list[Segments] = [((0, size),) for size in self.shape]
@@ -463,6 +468,8 @@ class Layout:
                 part, parts = part * size + index, parts * size
             elif isinstance(placement, Only) and placement.index != index:
                 return (0, 0)
+        if parts == 1:
+            return (lo, hi) if lo < hi else (0, 0)
         first, last = chunk(hi - lo, parts, part)
         return (lo + first, lo + last) if first < last else (0, 0)
 
