@@ -1,13 +1,17 @@
-"""All benchmarks, on a tmpfs and on a disk; `--write-table` puts the results into README.md.
+"""All benchmarks; `--write-tables` puts the results into the pages of the project.
 
     python benchmarks/all.py --short
-    python benchmarks/all.py --write-table
-    python benchmarks/all.py --write-table --only save load
+    python benchmarks/all.py --write-tables
+    python benchmarks/all.py --write-tables --only save load
     python benchmarks/all.py --only save load --world-size 2 --disk /dev/shm
 
 The first takes some minutes: a small state, two ranks, few rounds, so fixed costs weigh more than
-in the tables. Keep the machine quiet for the half hour that the second takes. The last prints the
-row of the project's README in two minutes. `train.py` and `state_dicts.py` write their own tables.
+in the tables. Keep the machine quiet for the hour that the second takes. It writes the tables of
+benchmarks/README.md, and what docs/performance.md and the project's README quote of them
+(`pages.py`). The last prints the row of the project's README in two minutes. MERGEKIT=PROGRAM
+names the `mergekit-pytorch` of an environment of its own; other rivals are measured where they are
+installed: zipnn, torch_checkpointing, fastsafetensors, runai-model-streamer[s3]. As root, readers
+that share have hosts of their own.
 """
 
 from __future__ import annotations
@@ -15,18 +19,23 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import async_save
 import compress
 import convert
 import deltas
+import events
 import finetune
 import fixed
 import floor
+import live
+import live_deltas
+import live_swarm
 import load
 import object_store
+import pages
 import replicated
 import report
 import reshard
@@ -35,9 +44,14 @@ import save
 import scale
 import small
 import stages
+import state_dicts
+import train
 import weights
 
 TMPFS = "/dev/shm"
+PAGE_WORLDS = (2, 4)
+"""The world sizes of the tables that are written."""
+LIVE_BYTES, CHANGING_BYTES, SWARM_BYTES = 10**9, 500 * 10**6, 200 * 10**6
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,43 +59,54 @@ class Script:
     """One benchmark."""
 
     tables: Callable[[report.Options], Iterable[report.Table]]
-    on_disk: bool = True
+    on_disk: bool = False
     """Whether a disk is another matter than a tmpfs."""
+    rivals: tuple[str, ...] = ()
+    """Packages whose versions the page tells beside those of torch and safetensors."""
+
+
+def _live(options: report.Options) -> Iterator[report.Table]:
+    if options.short:
+        return
+    on_disk = replace(options, gib=LIVE_BYTES / 2**30, store=tempfile.gettempdir())
+    yield from live.tables(on_disk)
+    yield live_deltas.table(CHANGING_BYTES, 3)
+    if os.geteuid() == 0:
+        yield live_swarm.table(SWARM_BYTES)
 
 
 SCRIPTS = {
-    "floor": Script(floor.tables),
-    "save": Script(save.tables),
+    "train": Script(lambda options: () if options.short else train.tables(2, 7)),
+    "state_dicts": Script(lambda options: [state_dicts.table(2, options.rounds)]),
+    "floor": Script(floor.tables, on_disk=True),
+    "save": Script(save.tables, on_disk=True, rivals=("torch_checkpointing",)),
     "load": Script(load.tables),
     "reshard": Script(reshard.tables),
-    "stages": Script(stages.tables, on_disk=False),
+    "stages": Script(stages.tables),
     "convert": Script(convert.tables),
-    "weights": Script(weights.everything),
-    "object_store": Script(object_store.tables, on_disk=False),
-    "async_save": Script(async_save.tables, on_disk=False),
+    "weights": Script(
+        weights.everything, rivals=("fastsafetensors", "runai-model-streamer", "s3fs")
+    ),
+    "object_store": Script(object_store.tables, rivals=("s3fs",)),
+    "async_save": Script(async_save.tables),
     "small": Script(small.tables),
-    "fixed": Script(fixed.tables, on_disk=False),
-    "replicated": Script(replicated.tables, on_disk=False),
-    "finetune": Script(finetune.tables, on_disk=False),
-    "deltas": Script(deltas.tables, on_disk=False),
-    "compress": Script(compress.tables, on_disk=False),
-    "run": Script(run_manager.tables),
-    "scale": Script(lambda options: scale.tables(options.short), on_disk=False),
+    "fixed": Script(fixed.tables),
+    "replicated": Script(replicated.tables),
+    "finetune": Script(finetune.tables),
+    "deltas": Script(deltas.tables),
+    "compress": Script(compress.tables, rivals=("zstandard", "zipnn")),
+    "run": Script(run_manager.tables, rivals=("torchdata",)),
+    "scale": Script(lambda options: scale.tables(short=True)),
+    "live": Script(_live),
+    "events": Script(lambda options: [events.table(options.store)]),
 }
 
 
-def run(script: Script, options: report.Options, disk: str | None) -> Iterator[str]:
-    """The texts of one script's tables, each as soon as it is measured."""
+def run(script: Script, options: report.Options, disk: str | None) -> Iterator[report.Table]:
+    """One script's tables, each as soon as it is measured."""
     stores = [options.store, disk] if script.on_disk and disk is not None else [options.store]
     for store in stores:
-        for table in script.tables(replace(options, store=store)):
-            yield str(table)
-
-
-def write_tables(name: str, heading: str, texts: Sequence[str]) -> None:
-    """Replace what stands between a script's two marks in README.md."""
-    begin, end = f"<!-- {name}: written by all.py -->", f"<!-- end of {name} -->"
-    report.write_between(begin, end, "\n".join([heading + "\n", *texts]))
+        yield from script.tables(replace(options, store=store))
 
 
 def main() -> None:
@@ -90,7 +115,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--short", action="store_true", help="128 MiB, 2 ranks, 3 rounds, tmpfs")
-    parser.add_argument("--write-table", action="store_true", help="write the tables to README.md")
+    parser.add_argument("--write-tables", action="store_true", help="write them to the pages")
     parser.add_argument(
         "--only", nargs="+", choices=list(SCRIPTS), default=list(SCRIPTS), help="some of them"
     )
@@ -99,25 +124,29 @@ def main() -> None:
     parser.add_argument(
         "--gib", type=float, default=report.GIB, help=f"size of the state, by default {report.GIB}"
     )
-    parser.add_argument("--world-size", type=int, nargs="+", help="by default 1 2 4")
+    parser.add_argument("--world-size", type=int, nargs="+", help="by default 2 4")
     parser.add_argument("--rounds", type=int, default=5, help="by default 5")
     given = parser.parse_args()
-    heading = report.machine()
-    print(heading, end="\n\n", flush=True)
+    print(report.machine(), end="\n\n", flush=True)
     tmpfs = given.tmpfs if os.path.isdir(given.tmpfs) else given.disk
     disk = None if given.short or tmpfs == given.disk else given.disk
-    options = report.Options(tmpfs, gib=given.gib, rounds=given.rounds)
+    options = report.Options(tmpfs, PAGE_WORLDS, given.gib, given.rounds)
     if given.world_size is not None:
         options = replace(options, world_sizes=tuple(given.world_size))
     if given.short:
         options = report.Options(tmpfs, (2,), 1 / 8, 3, short=True)
     for name in given.only:
-        texts = []
-        for text in run(SCRIPTS[name], options, disk):
-            print(text, flush=True)
-            texts.append(text)
-        if given.write_table:
-            write_tables(name, heading, texts)
+        _run_one(name, options, disk, given.write_tables)
+
+
+def _run_one(name: str, options: report.Options, disk: str | None, is_written: bool) -> None:
+    heading, tables = report.machine(SCRIPTS[name].rivals), []
+    for table in run(SCRIPTS[name], options, disk):
+        print(table, flush=True)
+        tables.append(table)
+    if is_written:
+        pages.write(name, heading, tables)
+        pages.quote()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import hashlib
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 
 import floor
 import measure
@@ -109,17 +110,39 @@ def _codec_row(kind: str, tensor: torch.Tensor) -> list[str]:
     unpacking = "–" if is_kept_raw else f"{_speed(decompress, tensor.nbytes):.2f}"
     return [
         kind,
-        f"{tensor.nbytes / stored:.2f}",
+        f"{tensor.nbytes / stored:.3f}",
         f"{packing:.2f}",
         unpacking,
-        f"{tensor.nbytes / unshuffled:.2f}",
+        f"{tensor.nbytes / unshuffled:.3f}",
+        *_zipnn_cells(tensor),
     ]
+
+
+def _zipnn_cells(tensor: torch.Tensor) -> list[str]:
+    """Ratio and speeds of ZipNN with one thread, where it is installed and knows the dtype."""
+    names = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+    if find_spec("zipnn") is None or tensor.dtype not in names:
+        return ["–", "–", "–"]
+    from zipnn import ZipNN
+
+    codec = ZipNN(bytearray_dtype=names[tensor.dtype], threads=1)
+    whole = bytes(tensor.reshape(-1).view(torch.uint8).numpy())
+
+    def copied() -> bytearray:
+        return bytearray(whole)  # it compresses in place
+
+    packed = bytes(codec.compress(copied()))
+    if bytes(codec.decompress(packed)) != whole:
+        raise RuntimeError("ZipNN gives other bytes back")
+    packing = _speed(lambda: codec.compress(copied()), len(whole))
+    unpacking = _speed(lambda: codec.decompress(packed), len(whole))
+    return [f"{len(whole) / len(packed):.3f}", f"{packing:.2f}", f"{unpacking:.2f}"]
 
 
 def codec_table() -> report.Table:
     """Row Z1: ratio and speed of each kind of tensor."""
     rows = [_codec_row(kind, tensor) for kind, tensor in kinds().items()]
-    columns = ("", "ratio", "GB/s a core, in", "GB/s a core, out", "ratio of plain zstd 1")
+    columns = ("", "ratio", "GB/s a core, in", "out", "plain zstd 1", "ZipNN", "in", "out")
     return report.Table("Compression of chunks of 1 MiB", columns, rows)
 
 

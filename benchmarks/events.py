@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 
+import report
 import torch
 
 import ckpt
@@ -26,31 +27,36 @@ TENSORS = 64
 CALLS = 20_000
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--mb", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=40)
-    options = parser.parse_args()
-    elements = options.mb * 1_000_000 // (4 * TENSORS)
+def table(folder: str, mb: int = 256, rounds: int = 40) -> report.Table:
+    """Seconds of both kinds, and of one event."""
+    elements = mb * 1_000_000 // (4 * TENSORS)
     state = {f"w{at}": torch.randn(elements) for at in range(TENSORS)}
-    place = options.folder / "events"
+    place = Path(folder) / "events"
     _save(place, state)  # imports and first calls
-    pairs = [_round(place, state, number) for number in range(options.rounds)]
+    pairs = [_round(place, state, number) for number in range(rounds)]
     shutil.rmtree(place, ignore_errors=True)
-    print(f"{options.mb} MB, {TENSORS} tensors, {options.rounds} rounds, milliseconds")
+    rows = []
     for label, at in (("wall", 0), ("processor", 1)):
         off = [without[at] * 1e3 for without, _ in pairs]
         on = [with_[at] * 1e3 for _, with_ in pairs]
         differences = [b - a for a, b in zip(off, on, strict=True)]
         relative = 100 * median(differences) / median(off)
-        print(
-            f"{label}: off {_spread(off)}, on {_spread(on)}, on - off {_spread(differences)}, "
-            f"{relative:+.2f} %"
-        )
-    print(f"one stage observed: {_each(_observed) * 1e6:.2f} us of the processor")
-    print(f"one stage not observed: {_each(_stages) * 1e6:.2f} us of the processor")
+        rows.append([label, *map(_spread, (off, on, differences)), f"{relative:+.2f} %"])
+    for label, action in (("one stage, observed", _observed), ("one stage, not", _stages)):
+        rows.append([label, "", "", f"{_each(action) * 1e6:.2f} µs of the processor", ""])
+    title = f"A save of {mb} MB in {TENSORS} tensors and its events, ms, {rounds} rounds"
+    return report.Table(title, ("", "without", "with", "difference of a round", "of all"), rows)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("--mb", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=40)
+    options = parser.parse_args()
+    print(report.machine(), end="\n\n")
+    print(table(options.folder, options.mb, options.rounds))
 
 
 def _round(place: Path, state: object, number: int) -> tuple[Sequence[float], Sequence[float]]:
@@ -94,7 +100,7 @@ def _observed() -> None:
 
 def _spread(values: Sequence[float]) -> str:
     low, _, high = quantiles(values, n=4)
-    return f"{median(values):.3f} ({low:.3f} to {high:.3f})"
+    return f"{median(values):.3g} ({low:.3g}–{high:.3g})"
 
 
 if __name__ == "__main__":

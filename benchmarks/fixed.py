@@ -1,13 +1,15 @@
-"""The fixed cost: a state of 100 KB saved and loaded by 8 ranks, in CPU seconds of all together.
+"""The fixed cost: a state of 100 KB saved and loaded by few and many ranks, in CPU seconds of all.
 
     python benchmarks/fixed.py --store DIR
 
 The floor writes or reads as many bytes, flushes what it has written, and meets the others in a
-barrier before and after.
+barrier before and after. The last table is of new processes: the first call after the imports.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import dcp
@@ -22,17 +24,18 @@ from torch.distributed.tensor import DTensor, Shard
 
 import ckpt
 
-WORLD_SIZE = 8
+WORLD_SIZES = (1, 2, 8)
 TENSORS = 10
 ROWS, COLUMNS = 80, 32
 """Of float32: 10 KB a tensor."""
 
 
 def _state() -> dict[str, object]:
-    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    world_size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,))
     state: dict[str, object] = {}
     for index in range(TENSORS):
-        part = torch.rand(ROWS // WORLD_SIZE, COLUMNS)
+        part = torch.rand(ROWS // world_size, COLUMNS)
         state[f"layers.{index}.weight"] = DTensor.from_local(part, mesh, [Shard(0)])
     return state
 
@@ -83,21 +86,42 @@ def _on_rank(store: str, rounds: int) -> tuple[measure.Samples, measure.Samples]
     return saved, loaded
 
 
+FIRST_CALLS = {
+    report.FLOOR: "torch.save(state, path)",
+    "ckpt.save": "import ckpt; ckpt.save(path, state)",
+    "torch DCP": "import torch.distributed.checkpoint as dcp; dcp.save(state, checkpoint_id=path)",
+}
+"""A first call in a new process that has imported torch."""
+PROCESS = """
+import sys, time, torch
+path, state = sys.argv[1], {str(at): torch.zeros(2560) for at in range(10)}
+before = time.process_time()
+CALL
+print(time.process_time() - before)
+"""
+
+
 def tables(options: report.Options) -> list[report.Table]:
-    """Two tables, save and load; always of `WORLD_SIZE` ranks. Rounds are cheap here: threefold."""
-    with options.folder() as store:
-        ranks = measure.on_ranks(WORLD_SIZE, _on_rank, store, 3 * options.rounds)
-    title = f"100 KB by {WORLD_SIZE} ranks, {options.where}"
+    """Saves, loads, and first calls. Rounds are cheap here: threefold."""
+    saves, loads = [], []
+    for world_size in WORLD_SIZES:
+        with options.folder() as store:
+            ranks = measure.on_ranks(world_size, _on_rank, store, 3 * options.rounds)
+        saves += _rows(world_size, [saved for saved, _ in ranks])
+        loads += _rows(world_size, [loaded for _, loaded in ranks])
+    columns = ("W", "", "CPU seconds, all ranks", "÷ floor", "seconds")
     return [
-        _table(f"Save {title}", [saved for saved, _ in ranks]),
-        _table(f"Load {title}", [loaded for _, loaded in ranks]),
+        report.Table(f"Save 100 KB, {options.where}", columns, saves),
+        report.Table(f"Load 100 KB, {options.where}", columns, loads),
+        _first_calls(options),
     ]
 
 
-def _table(title: str, ranks: Sequence[measure.Samples]) -> report.Table:
+def _rows(world_size: int, ranks: Sequence[measure.Samples]) -> list[list[str]]:
     samples = measure.joined(ranks)
-    rows = [
+    return [
         [
+            str(world_size),
             name,
             report.spread([sample.cpu_seconds for sample in found]),
             report.spread(report.ratios(samples, name, lambda s: s.cpu_seconds)),
@@ -105,7 +129,21 @@ def _table(title: str, ranks: Sequence[measure.Samples]) -> report.Table:
         ]
         for name, found in samples.items()
     ]
-    return report.Table(title, ("", "CPU seconds, all ranks", "÷ floor", "seconds"), rows)
+
+
+def _first_calls(options: report.Options) -> report.Table:
+    """Each call in new processes, in turn."""
+    taken: dict[str, list[float]] = {name: [] for name in FIRST_CALLS}
+    with options.folder() as store:
+        for number in range(options.rounds):
+            for name, call in FIRST_CALLS.items():
+                program = PROCESS.replace("CALL", call)
+                path = f"{store}/{number}-{name}"
+                command = [sys.executable, "-W", "ignore", "-c", program, path]
+                taken[name].append(float(subprocess.check_output(command, text=True)))
+    rows = [[name, report.spread(seconds)] for name, seconds in taken.items()]
+    title = "The first save of 100 KB in a new process that has imported torch, imports included"
+    return report.Table(title, ("", "CPU seconds"), rows)
 
 
 if __name__ == "__main__":

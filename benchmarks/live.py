@@ -1,7 +1,7 @@
 """A live state from a trainer's ranks to another job's, beside the ways without it.
 
     python benchmarks/live.py --size-mb 1000
-    python benchmarks/live.py --table near --rounds 25
+    python benchmarks/live.py --tables near
 
 The floors (`live_floors.py`) move the bytes that the readers need: by one copy of warm memory, by a
 copy of mapped memory that is hashed too, and by `sendfile` to `recv_into` over as many loopback
@@ -14,7 +14,7 @@ import argparse
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import measure
 import report
@@ -25,22 +25,25 @@ from live_training import beside_training
 TMPFS = "/dev/shm"
 CASES = ((2, 2), (2, 3), (4, 1))
 """Trainers and readers. Three readers have every other tensor cut along its columns."""
-COPY, SENDFILE, RIVAL = "copy of warm memory", "sendfile → recv_into", "gather, broadcast, load"
-HASHED = "copy and xxh3 of mapped memory"
+COPY, SENDFILE, RIVAL = "copy", "sendfile", "gather, broadcast"
+HASHED = "copy and hash"
 LOAD_HERE, LOAD_TCP = "ckpt.load, same host", "ckpt.load, loopback TCP"
 UNVERIFIED = "the same, verify=False"
-ALL, UPDATE, COPY_PART = "update, then ckpt.load", "update returns", "copy of a trainer's part"
+ALL, UPDATE, COPY_PART = "update, then ckpt.load", "update returns", "copy of a trainer's"
 TO_TMPFS, DCP = "ckpt.save to tmpfs, ckpt.load", "DCP to tmpfs, DCP load"
 
 
+TABLES = HAND_OVER, NEAR_ONES, TRAINING = "hand-over", "near", "training"
+NEAR_ROUNDS = 5
+"""Times as many rounds of the ways in one host's memory, which take little time."""
 NEAR = (COPY, HASHED, LOAD_HERE, UNVERIFIED, COPY_PART, UPDATE)
-"""The ways in the memory of one host: the fastest, so many rounds of them take little time."""
+"""The ways in the memory of one host."""
 
 
 def hand_over(
     nbytes: int, trainers: int, readers: int, rounds: int, folder: str, near: bool
 ) -> measure.Samples:
-    """On each rank: the samples of all ways, or with `near` of those in `NEAR`."""
+    """On each rank: the samples of the ways in `NEAR`, or of all others."""
     job = Job(nbytes, trainers, readers)
     job.open()
     floors = Floors(job)
@@ -65,7 +68,7 @@ def hand_over(
     for one in (job.update_and_load, job.load_over_tcp, job.update_and_load):  # all memory is warm
         job.before()
         one()
-    chosen = {name: one for name, one in ways.items() if name in NEAR or not near}
+    chosen = {name: one for name, one in ways.items() if (name in NEAR) is near}
     samples = measure.interleaved(chosen, rounds)
     job.before()
     job.close()
@@ -93,35 +96,12 @@ def hand_over_rows(label: str, samples: measure.Samples) -> list[list[str]]:
         for other in FLOORS.get(name, ()):
             pairs = zip(found, samples[other], strict=True)
             ratio = report.spread([one.seconds / floor.seconds for one, floor in pairs])
-            ratios.append(f"{ratio} of “{other}”")
+            ratios.append(f"{ratio} × {other}")
         extra = f"{max(one.extra_bytes for one in found) / 2**20:.0f}"
         cpu = report.spread([one.cpu_seconds for one in found])
         seconds = report.spread([one.seconds for one in found])
         rows.append([label, name, seconds, ", ".join(ratios), cpu, extra])
     return rows
-
-
-def main() -> None:
-    """Prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size-mb", type=int, default=1000, help="the whole state")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--store", default=tempfile.gettempdir(), help="a folder on a disk")
-    tables = ("hand-over", "near", "training")
-    parser.add_argument("--table", choices=tables, help="one table; near: of one host's memory")
-    given = parser.parse_args()
-    nbytes, rounds = given.size_mb * 10**6, given.rounds
-    os.environ.setdefault(RUNTIME, tempfile.mkdtemp(prefix="ckpt-bench-run-"))
-    print(report.machine(), end="\n\n", flush=True)
-    size = f"{given.size_mb} MB, {rounds} rounds"
-    if given.table != "training":
-        columns = ("ranks", "way", "seconds", "ratio", "CPU seconds", "extra MiB a rank")
-        rows = hand_overs(nbytes, rounds, given.table == "near")
-        print(report.Table(f"From trainers to readers, {size}", columns, rows), flush=True)
-    if given.table in (None, "training"):
-        columns = ("", "seconds", "other", "ratio")
-        rows = beside_training(nbytes, rounds, given.store)
-        print(report.Table(f"Beside the training, {size}", columns, rows))
 
 
 def hand_overs(nbytes: int, rounds: int, near: bool) -> list[list[str]]:
@@ -138,6 +118,37 @@ def hand_overs(nbytes: int, rounds: int, near: bool) -> list[list[str]]:
         rows += hand_over_rows(f"{trainers} → {readers}", measure.joined(samples))
         report.say(f"{trainers} → {readers} is done")
     return rows
+
+
+def tables(options: report.Options, which: Sequence[str] = TABLES) -> Iterator[report.Table]:
+    """The tables: of all ways between hosts, of those in one host's memory, beside a training."""
+    os.environ.setdefault(RUNTIME, tempfile.mkdtemp(prefix="ckpt-bench-run-"))
+    nbytes = round(options.gib * 2**30)
+    columns = ("ranks", "way", "seconds", "ratio", "CPU seconds", "extra MiB a rank")
+    if HAND_OVER in which:
+        rows = hand_overs(nbytes, options.rounds, near=False)
+        yield report.Table(f"From trainers to readers, {options.gib:.3g} GiB", columns, rows)
+    if NEAR_ONES in which:
+        rows = hand_overs(nbytes, NEAR_ROUNDS * options.rounds, near=True)
+        yield report.Table(f"In the memory of one host, {options.gib:.3g} GiB", columns, rows)
+    if TRAINING in which:
+        rows = beside_training(nbytes, options.rounds, options.store)
+        columns = ("", "seconds", "other", "ratio")
+        yield report.Table(f"Beside the training, {options.gib:.3g} GiB", columns, rows)
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size-mb", type=int, default=1000, help="the whole state")
+    parser.add_argument("--rounds", type=int, default=5, help="by default 5")
+    parser.add_argument("--store", default=tempfile.gettempdir(), help="a folder on a disk")
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
+    given = parser.parse_args()
+    print(report.machine(), end="\n\n", flush=True)
+    options = report.Options(given.store, gib=given.size_mb * 10**6 / 2**30, rounds=given.rounds)
+    for table in tables(options, given.tables):
+        print(table, flush=True)
 
 
 if __name__ == "__main__":

@@ -223,22 +223,15 @@ def hand_over(
     return samples, more
 
 
-def main() -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size-mb", type=int, default=500, help="the whole state")
-    parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
+def table(nbytes: int, rounds: int) -> report.Table:
+    """A block of rows for each part that changes."""
     os.environ.setdefault(RUNTIME, tempfile.mkdtemp(prefix="ckpt-bench-run-"))
-    print(report.machine(), end="\n\n", flush=True)
-    rows, nbytes = [], given.size_mb * 10**6
+    rows = []
     for part in PARTS:
         changed = "AdamW, float32" if part is None else f"{part:.1%}"
-        found = measure.on_ranks(TRAINERS + READERS, hand_over, nbytes, part, given.rounds)
+        found = measure.on_ranks(TRAINERS + READERS, hand_over, nbytes, part, rounds)
         if part is not None and part < 1:
-            stored = measure.on_ranks(
-                TRAINERS + READERS, through_a_folder, nbytes, part, given.rounds
-            )
+            stored = measure.on_ranks(TRAINERS + READERS, through_a_folder, nbytes, part, rounds)
             found = [(a | c, b | d) for (a, b), (c, d) in zip(found, stored, strict=True)]
         samples = measure.joined([one for one, _ in found])
         for name, some in samples.items():
@@ -249,8 +242,18 @@ def main() -> None:
             rows.append([changed, name, wire, seconds, report.spread(cpu)])
         report.say(f"{changed} is done")
     columns = ("changed", "way", "bytes on the way ÷ state", "seconds", "CPU seconds")
-    title = f"A version with changes, 2 → 3 ranks over TCP, {given.size_mb} MB"
-    print(report.Table(f"{title}, {given.rounds} rounds", columns, rows))
+    title = f"A version with changes, 2 → 3 ranks over TCP, {nbytes / 1e6:.0f} MB, {rounds} rounds"
+    return report.Table(title, columns, rows)
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size-mb", type=int, default=500, help="the whole state")
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    print(report.machine(), end="\n\n", flush=True)
+    print(table(given.size_mb * 10**6, given.rounds))
 
 
 if __name__ == "__main__":

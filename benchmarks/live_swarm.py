@@ -23,7 +23,7 @@ import torch
 
 import ckpt
 
-NET, DEVICE, TENSORS = "ckpt-swarm", "eth0", 16
+NET, DEVICE, TENSORS, READERS = "ckpt-swarm", "eth0", 16, 8
 LIMIT = ("root", "tbf", "rate", "800mbit", "burst", "1mb", "latency", "100ms")
 
 
@@ -153,24 +153,29 @@ def run(count: int, share: bool, nbytes: int) -> list[tuple[float, float]]:
     return found
 
 
-def main(given: Sequence[str]) -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size-mb", type=int, default=500)
-    parser.add_argument("--readers", type=int, default=8)
-    options = parser.parse_args(given)
-    nbytes, rows = options.size_mb * 10**6, []
-    print(report.machine(), end="\n\n", flush=True)
-    with network(options.readers + 1):
-        for count, share in ((1, False), (options.readers, False), (options.readers, True)):
+def table(nbytes: int, readers: int = READERS) -> report.Table:
+    """One reader, and several with and without sharing. As root."""
+    rows = []
+    with network(readers + 1):
+        for count, share in ((1, False), (readers, False), (readers, True)):
             for version, (seconds, models) in zip(
                 ("first version", "1 % changed"), run(count, share, nbytes), strict=True
             ):
                 name = f"{count}, share={share}"
                 rows.append([name, version, f"{seconds:.1f}", f"{models:.3f}"])
     columns = ("readers", "load", "seconds of the slowest", "models that left the publisher")
-    title = f"Readers that start together, {options.size_mb} MB of bfloat16, links of 100 MB/s"
-    print(report.Table(title, columns, rows))
+    title = f"Readers that start together, {nbytes / 1e6:.0f} MB of bfloat16, links of 100 MB/s"
+    return report.Table(title, columns, rows)
+
+
+def main(given: Sequence[str]) -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size-mb", type=int, default=500)
+    parser.add_argument("--readers", type=int, default=READERS)
+    options = parser.parse_args(given)
+    print(report.machine(), end="\n\n", flush=True)
+    print(table(options.size_mb * 10**6, options.readers))
 
 
 if __name__ == "__main__":

@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import shutil
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import strftime
@@ -22,6 +25,13 @@ GIB = 1.93
 """Size of the whole state: 2.07 GB."""
 FLOOR = "floor"
 """The contestant that the others are divided by."""
+ROOT = Path(__file__).parent.parent
+README = ROOT / "benchmarks" / "README.md"
+MEASURED = ("ckpt", "sharding", "formats", "tools", "benchmarks/*.py")
+RATIOS = ("÷", "ratio", "step ÷", "CPU ÷")
+"""How the head of a column of ratios begins."""
+SPREAD = re.compile(r"^(\S+) \([^()]*–[^()]*\)$")
+"""A cell of `spread`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +82,17 @@ class Table:
             "| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |"
             for line in (lines[0], rule, *lines[1:])
         ]
+        return "\n".join([f"### {self.title}", "", *shown, ""])
+
+    def brief(self) -> str:
+        """The table of a page: cells are not padded, and only ratios show their spread, if any."""
+        is_ratio = [one.startswith(RATIOS) for one in self.columns]
+        is_plain = [any(is_ratio) and not one for one in is_ratio]
+        lines = [list(self.columns), ["-"] * len(self.columns)]
+        for row in self.rows:
+            cells = zip(row, is_plain, strict=True)
+            lines.append([SPREAD.sub(r"\1", cell) if plain else cell for cell, plain in cells])
+        shown = ("|".join(["", *line, ""]) for line in lines)
         return "\n".join([f"### {self.title}", "", *shown, ""])
 
 
@@ -136,35 +157,37 @@ def size_of(folder: str) -> int:
         return sum(entry.stat().st_size for entry in entries if entry.is_file())
 
 
-def machine() -> str:
-    """One line: date, processor, cores, and the versions that matter."""
+def machine(rivals: Sequence[str] = ()) -> str:
+    """One line: date, commit, processor, cores, and the versions that matter."""
     names = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
         if line.startswith("model name")
     ]
     processor = names[0] if names else platform.machine()
+    packages = ("torch", "safetensors", *(one for one in rivals if find_spec(one)))
+    versions = ", ".join(f"{one} {version(one)}" for one in packages)
     return (
-        f"{strftime('%Y-%m-%d')}, {os.cpu_count()} cores of {processor}, Python "
-        f"{platform.python_version()}, torch {version('torch')}, safetensors "
-        f"{version('safetensors')}, Linux {platform.release()}."
+        f"{strftime('%Y-%m-%d')}, commit {commit()}, {os.cpu_count()} cores of {processor}, "
+        f"Python {platform.python_version()}, {versions}, Linux {platform.release()}."
     )
+
+
+def commit() -> str:
+    """The commit of the code that is measured, and whether the code differs from it."""
+    command = ["git", "-C", str(ROOT)]
+    changes = [*command, "status", "--porcelain", "--", *MEASURED]
+    try:
+        name = subprocess.check_output([*command, "rev-parse", "--short=8", "HEAD"], text=True)
+        return name.strip() + (" with changes" if subprocess.check_output(changes) else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"  # an unpacked archive, or no git
 
 
 def say(line: str) -> None:
     """Tells at once how far a script is."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
-
-
-def write_between(begin: str, end: str, text: str) -> None:
-    """Replace what stands between two marks in README.md."""
-    readme = Path(__file__).parent / "README.md"
-    before, first, rest = readme.read_text().partition(begin)
-    _, last, after = rest.partition(end)
-    if not first or not last:
-        raise SystemExit(f"{readme}: the lines {begin} and {end} are not there")
-    readme.write_text("\n".join([before + first, "", text, last + after]))
 
 
 def main(description: str | None, tables: Callable[[Options], list[Table]]) -> None:

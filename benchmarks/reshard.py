@@ -23,13 +23,17 @@ import ckpt
 
 CHANGES = ((4, 2), (2, 4), (4, 1))
 """World sizes saved with and loaded at."""
+TURNED = ((2, 2), (4, 4))
+"""World sizes that save matrices cut by rows, and load them cut by columns."""
 
 
-def samples(options: report.Options, saved: int, loaded: int) -> tuple[measure.Samples, int]:
+def samples(
+    options: report.Options, saved: int, loaded: int, by_columns: bool = False
+) -> tuple[measure.Samples, int]:
     """Samples of loading at one world size what was saved with another, and the bytes needed."""
     with options.folder() as store:
         measure.on_ranks(saved, _save, store, options.gib)
-        ranks = measure.on_ranks(loaded, _load, store, options.gib, options.rounds)
+        ranks = measure.on_ranks(loaded, _load, store, options.gib, options.rounds, by_columns)
     return measure.joined(part for part, _ in ranks), sum(needed for _, needed in ranks)
 
 
@@ -44,8 +48,8 @@ def _save(store: str, gib: float) -> None:
     dcp.save(f"{store}/dcp", training.state_dicts())
 
 
-def _load(store: str, gib: float, rounds: int) -> tuple[measure.Samples, int]:
-    training = workload.build(gib)
+def _load(store: str, gib: float, rounds: int, by_columns: bool) -> tuple[measure.Samples, int]:
+    training = workload.build(gib, by_columns=by_columns)
     state_dicts = training.state_dicts()
     buffers = training.buffers()
     raw, ours, theirs = f"{store}/raw-{dist.get_rank()}", f"{store}/ours", f"{store}/dcp"
@@ -75,9 +79,13 @@ def _load(store: str, gib: float, rounds: int) -> tuple[measure.Samples, int]:
 def tables(options: report.Options) -> list[report.Table]:
     """One table, a block of rows for each change of world size."""
     rows = []
-    for saved, loaded in CHANGES:
-        found, needed = samples(options, saved, loaded)
-        rows += report.rows(f"{saved} → {loaded}", found, over_needed(needed))
+    for saved, loaded, by_columns in (
+        *((*change, False) for change in CHANGES),
+        *((*change, True) for change in TURNED),
+    ):
+        found, needed = samples(options, saved, loaded, by_columns)
+        label = f"{saved} → {loaded}" + ", columns" * by_columns
+        rows += report.rows(label, found, over_needed(needed))
     columns = report.columns("W", "bytes read ÷ needed")
     return [report.Table(f"Reshard on load, {options.gib:g} GiB, {options.where}", columns, rows)]
 

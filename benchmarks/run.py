@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from typing import Any
 
 import measure
 import report
@@ -72,15 +73,23 @@ def _on_rank(
     def saving(is_far: bool) -> Callable[[], object]:
         return lambda: run.save(next(steps), state, force=is_far)
 
+    def plain() -> None:
+        running.append(ckpt.save(f"{store}/plain", state, blocking=False, overwrite=True))
+
+    def waited() -> None:
+        run.wait_until_finished()
+        for handle in running:
+            handle.wait()
+        running.clear()
+        dist.barrier()
+
+    running: list[Any] = []
     saved = measure.interleaved(
         {
-            report.FLOOR: measure.Contestant(copied, run.wait_until_finished),
-            "near save, until training goes on": measure.Contestant(
-                saving(False), run.wait_until_finished
-            ),
-            "far save, until training goes on": measure.Contestant(
-                saving(True), run.wait_until_finished
-            ),
+            report.FLOOR: measure.Contestant(copied, waited),
+            "ckpt.save, until training goes on": measure.Contestant(plain, waited),
+            "near save, until training goes on": measure.Contestant(saving(False), waited),
+            "far save, until training goes on": measure.Contestant(saving(True), waited),
         },
         rounds,
     )

@@ -1,9 +1,14 @@
 """Saving workload A: ckpt beside torch DCP and the raw write of the same bytes.
 
-python benchmarks/save.py --world-size 2 --store DIR
+    python benchmarks/save.py --world-size 2 --store DIR
+
+torch_checkpointing is measured where it is installed; it flushes nothing.
 """
 
 from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
 
 import dcp
 import floor
@@ -15,17 +20,43 @@ import workload
 import ckpt
 
 
+def _torch_checkpointing() -> Any:
+    """The manager of meta-pytorch's torch_checkpointing, which gathers its metadata over gloo."""
+    from torch_checkpointing import CheckpointManager, ItemSpec
+    from torch_checkpointing.config import SyncCheckpointSaverConfig
+    from torch_checkpointing.default_resharder import DefaultResharder
+    from torch_checkpointing.metadata_manager import DefaultMetadataManager
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    def gathered(self: object, data: object, process_group: object = None) -> dict[int, object]:
+        found: list[object] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, data)
+        return dict(enumerate(found))
+
+    DefaultMetadataManager._all_gather_pickled_data = gathered  # its own needs a GPU
+    items = {name: ItemSpec(resharder=DefaultResharder()) for name in ("model", "optimizer")}
+    return CheckpointManager(
+        CheckpointManager.Config(
+            items=items,
+            save=SyncCheckpointSaverConfig(),
+            storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
+        )
+    )
+
+
 def _on_rank(store: str, gib: float, rounds: int) -> measure.Samples:
     training = workload.build(gib)
     state_dicts = training.state_dicts()
     buffers = training.buffers()
     raw, ours, theirs = f"{store}/raw-{dist.get_rank()}", f"{store}/ours", f"{store}/dcp"
+    newest = f"{store}/torch_checkpointing"
 
     def fresh() -> None:
         report.remove(raw)
         if dist.get_rank() == 0:
             report.remove(ours)
             report.remove(theirs)
+            report.remove(newest)
 
     contestants = {
         report.FLOOR: measure.Contestant(lambda: floor.write(raw, buffers), fresh),
@@ -35,6 +66,11 @@ def _on_rank(store: str, gib: float, rounds: int) -> measure.Samples:
             lambda: dcp.save_without_checksums(theirs, state_dicts), fresh
         ),
     }
+    if find_spec("torch_checkpointing"):
+        manager = _torch_checkpointing()
+        contestants["torch_checkpointing"] = measure.Contestant(
+            lambda: manager.save(newest, state_dicts), fresh
+        )
     return measure.interleaved(contestants, rounds)
 
 

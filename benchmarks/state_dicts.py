@@ -1,7 +1,7 @@
 """What a state dict of each kind costs: seconds, bytes between ranks, memory; ours and torch's.
 
     python benchmarks/state_dicts.py --world-size 2
-    python benchmarks/state_dicts.py --write-table
+    python benchmarks/state_dicts.py
 
 Eight transformer layers and their AdamW moments, 300 MiB in all, sharded over W gloo ranks of one
 thread. Every row makes the state dict of the model and of the optimizer. `sent` is what all ranks
@@ -27,7 +27,6 @@ from train import FSDP2, OURS, RUNTIMES, Workload
 import ckpt
 import sharding
 
-BEGIN, END = "<!-- state dicts: written by state_dicts.py -->", "<!-- end of state dicts -->"
 WORKLOAD = Workload("8 layers of width 512", 8, 512, 4, FSDP2)
 FSDP1, WRAPPER = "torch FSDP1", "ckpt FullyShardedDataParallel"
 FULL, FIRST, SHARDED, LOCAL = "full", "full, first rank", "sharded", "local"
@@ -180,12 +179,9 @@ def main() -> None:
     )
     parser.add_argument("--world-size", type=int, default=2, help="by default 2")
     parser.add_argument("--rounds", type=int, default=5, help="by default 5")
-    parser.add_argument("--write-table", action="store_true", help="write the table to README.md")
     given = parser.parse_args()
-    text = f"{report.machine()}\n\n{table(given.world_size, given.rounds)}"
-    print(text, flush=True)
-    if given.write_table:
-        report.write_between(BEGIN, END, text)
+    print(report.machine(), end="\n\n")
+    print(table(given.world_size, given.rounds))
 
 
 if __name__ == "__main__":

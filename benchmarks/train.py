@@ -1,7 +1,7 @@
 """A training step under each sharding runtime: ours, torch's FSDP2 and FSDP1, and DDP.
 
     python benchmarks/train.py --world-size 2
-    python benchmarks/train.py --write-table
+    python benchmarks/train.py
 
 Three workloads: 8 transformer blocks of width 1,024 (105 M parameters) with 64 tokens a rank, where
 communication is most of a step, and with 512; and 32 tiny units, where the fixed cost of a unit is.
@@ -33,7 +33,6 @@ import sharding
 
 WARM_UP = 2
 OURS, FSDP2, DDP = "ckpt fully_shard", "torch FSDP2", "torch DDP"
-BEGIN, END = "<!-- training: written by train.py -->", "<!-- end of training -->"
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,15 +249,10 @@ def main() -> None:
     )
     parser.add_argument("--world-size", type=int, default=2, help="by default 2")
     parser.add_argument("--rounds", type=int, default=7, help="by default 7")
-    parser.add_argument("--write-table", action="store_true", help="write the tables to README.md")
     given = parser.parse_args()
-    texts = [report.machine() + "\n"]
-    print(texts[0], flush=True)
+    print(report.machine(), end="\n\n", flush=True)
     for table in tables(given.world_size, given.rounds):
-        texts.append(str(table))
         print(table, flush=True)
-    if given.write_table:
-        report.write_between(BEGIN, END, "\n".join(texts))
 
 
 if __name__ == "__main__":

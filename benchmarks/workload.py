@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 LAYERS = 24
 VOCABULARY = 8
@@ -116,15 +116,19 @@ def width_for(gib: float) -> int:
     return max(16, round((gib * 2**30 / BYTES_PER_SQUARE) ** 0.5 / 16) * 16)
 
 
-def build(gib: float, seed: int = 0) -> Training:
-    """The workload on this rank of the default process group."""
+def build(gib: float, seed: int = 0, by_columns: bool = False) -> Training:
+    """The workload on this rank of the default group; matrices are cut by rows or by columns."""
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        return Shard(1 if by_columns and parameter.ndim > 1 else 0)
+
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
     with torch.device("meta"):
         model = Transformer(width_for(gib))
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, shard_placement_fn=placement)
+    fully_shard(model, mesh=mesh, shard_placement_fn=placement)
     model.to_empty(device="cpu")
     optimizer = torch.optim.Adam(model.parameters())
     generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
