@@ -423,7 +423,8 @@ class _Matcher:
 
     def _mapping(self, node: Mapping[object, object], path: str) -> Installer:
         items = by_parameters(node)
-        steps = {key: self.walk(item, join(path, key)) for key, item in items.items()}
+        before = f"{path}." if path else ""
+        steps = {key: self.walk(item, f"{before}{key}") for key, item in items.items()}
 
         def install() -> object:
             loaded = {key: step() for key, step in steps.items()}

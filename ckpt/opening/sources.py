@@ -428,7 +428,6 @@ class _ReplacementGuard:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.url = store.url
         self._where = absolute(store.url)
         self._head: bytes | None = None
 
