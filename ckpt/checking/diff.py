@@ -350,7 +350,7 @@ def _compare(
             differences.append(described)
             continue
         ranges = [(0, prod(left.shape))] if read_all else unlike_ranges(left, right)
-        numbers = _compare_elements(a.engine, left, b.engine, right, ranges, tolerance, progress)
+        numbers = compare_elements(a.engine, left, b.engine, right, ranges, tolerance, progress)
         compared += 1
         compared_bytes += left.nbytes
         unread_bytes += left.nbytes - sum(hi - lo for lo, hi in ranges) * left.dtype.itemsize
@@ -422,14 +422,14 @@ def _unravel(flat: int, shape: tuple[int, ...]) -> Iterator[int]:
         yield flat // inner % shape[dim]
 
 
-def _compare_elements(
+def compare_elements(
     a: RangeReader,
     left: TensorRecord,
     b: RangeReader,
     right: TensorRecord,
     ranges: Sequence[tuple[int, int]],
     tolerance: Tolerance,
-    progress: Callable[[int], None] | None,
+    progress: Callable[[int], None] | None = None,
 ) -> Numbers:
     """Compares ranges of elements of two tensors of one shape. Reads each once."""
     numbers, itemsize, reported = Numbers(), left.dtype.itemsize, 0

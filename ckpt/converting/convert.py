@@ -21,7 +21,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import TYPE_CHECKING
 
 from ckpt.arguments import DtypeName, FormatName, KindName
@@ -72,7 +71,7 @@ from formats.errors import CorruptError, UnsupportedError
 from formats.native.shard import Progress
 from formats.safetensors import file as safetensors_file
 from formats.safetensors import huggingface
-from formats.safetensors.huggingface import with_modules
+from formats.safetensors.huggingface import MAX_SHARD_BYTES, with_modules
 from formats.storage import Writer
 from sharding.agreement.call_events import Clock
 from sharding.agreement.ranks import SELF, Ranks
@@ -118,38 +117,29 @@ class ConversionPlan:
     """The largest size of all blocks that are in memory together."""
 
 
-def conversion_plan(
-    found: Mapped, casts: Casts, memory_bytes: int, untied: bool = False
-) -> ConversionPlan:
-    """Returns the plan for a catalog after its changes. Pure: reads nothing.
-
-    With `untied`, each tied name has bytes of its own.
-    """
-    catalog = found.catalog
-    first_names: dict[str, str] = {}
+def conversion_plan(found: Mapped, state: StoredState, memory_bytes: int) -> ConversionPlan:
+    """Returns the plan for a state that was made of a catalog after its changes."""
     planned: list[PlannedTensor] = []
-    read_bytes = 0
-    for name, leaf in iter_leaves(catalog.tree):
+    read = dict[str, int]()
+    for name, leaf in iter_leaves(state.tree):
         if not isinstance(leaf, TensorRef):
             continue
-        record = catalog.tensors[leaf.name]
-        first = first_names.setdefault(leaf.name, name)
-        dtype = casts.written_dtype(first, record)
-        is_tied = first != name and not untied
+        is_tied, tensor = name in state.aliases, state.tensors[leaf.name]
+        record = state.copier.source_of(leaf.name).record
+        read[record.name] = record.nbytes
         planned.append(
             PlannedTensor(
                 name,
                 _sources(found.origins, name),
-                record.shape,
+                tensor.shape,
                 str(record.dtype),
-                str(dtype),
-                0 if is_tied else dtype.itemsize * prod(record.shape),
-                first if is_tied else None,
+                str(tensor.dtype),
+                0 if is_tied else tensor.nbytes,
+                leaf.name if is_tied else None,
             )
         )
-        read_bytes += 0 if first != name else record.nbytes
     written = sum(tensor.nbytes for tensor in planned)
-    return ConversionPlan(tuple(planned), found.excluded, read_bytes, written, memory_bytes)
+    return ConversionPlan(tuple(planned), found.excluded, sum(read.values()), written, memory_bytes)
 
 
 def _sources(origins: Mapping[str, tuple[str, ...]], name: str) -> tuple[str, ...]:
@@ -325,16 +315,12 @@ def convert(
         format=format_of(os.fspath(dst), to),
         options=storage_options if dst_storage_options is None else dst_storage_options,
         overwrite=overwrite,
-        max_shard_bytes=huggingface.MAX_SHARD_BYTES if max_shard_bytes is None else max_shard_bytes,
+        max_shard_bytes=max_shard_bytes,
         compress=compress,
         kind=divided,
         world_size=number,
     )
-    target.check(resume, group)
-    if target.format is not Format.HUGGINGFACE:
-        changes.check_config_is_used()
-    if max_shard_bytes is not None:
-        target.check_has_shards()
+    target.check(changes, resume, group)
     ranks = None if group == SELF else Ranks(group)
     is_first = ranks is None or ranks.rank == 0
     with call_together(ranks) as call, ExitStack() as stack:
@@ -405,7 +391,7 @@ def convert(
             model_files=None if files is None else tuple(files.content),
             not_copied=() if files is None else files.left,
             prefix=prefix_of_model(changes, source, target.format, state),
-            plan=conversion_plan(found, casts, target.memory_bytes(state), untied),
+            plan=conversion_plan(found, state, target.memory_bytes(state)),
         )
 
 
@@ -443,12 +429,17 @@ class Target:
     format: Format
     options: Options = field(repr=False)
     overwrite: bool
-    max_shard_bytes: int
+    max_shard_bytes: int | None
     compress: bool
     kind: Kind | None
     world_size: int | None
 
-    def check(self, resume: bool, group: Group) -> None:
+    @property
+    def shard_bytes(self) -> int:
+        """The largest size of a file; of no meaning for formats of one file."""
+        return MAX_SHARD_BYTES if self.max_shard_bytes is None else self.max_shard_bytes
+
+    def check(self, changes: Changes, resume: bool, group: Group) -> None:
         """Raises ArgumentError for options that the format does not have."""
         check_can_hold(self.format, self.url, self.kind, self.world_size, self.compress)
         is_folder = self.format in (Format.HUGGINGFACE, Format.DCP)
@@ -463,16 +454,13 @@ class Target:
                 "a conversion by several ranks leaves nothing to go on from: leave out "
                 "resume=True, or convert with one process"
             )
-
-    def check_has_shards(self) -> None:
-        """Raises ArgumentError if no size of files can be chosen."""
-        if self.format is Format.CKPT and self.kind is not None:
-            why = f"kind={self.kind.value} decides the files"
-        elif self.format in (Format.CKPT, Format.HUGGINGFACE):
-            return
-        else:
-            why = f"{self.format.value} has no files of a largest size"
-        raise ArgumentError(f"{without_secrets(self.url)}: {why}: leave out max_shard_bytes=")
+        if self.format is not Format.HUGGINGFACE:
+            changes.check_config_is_used()
+        why = f"{self.format.value} has no files of a largest size"
+        if self.format in (Format.CKPT, Format.HUGGINGFACE):
+            why = "" if self.kind is None else f"kind={self.kind.value} decides the files"
+        if self.max_shard_bytes is not None and why:
+            raise ArgumentError(f"{without_secrets(self.url)}: {why}: leave out max_shard_bytes=")
 
     def check_free(self, source: Source) -> None:
         """Raises as `convert` does if the target is there, and may not be replaced."""
@@ -548,7 +536,7 @@ class Target:
         match self.format:
             case Format.HUGGINGFACE:
                 base, modules = base_name_of(files or ModelFiles()), state.modules
-                return huggingface.plans(state, self.max_shard_bytes, base, modules)
+                return huggingface.plans(state, self.shard_bytes, base, modules)
             case Format.SAFETENSORS:
                 return [safetensors_file.plan(name, state)]
             case Format.DCP:
@@ -580,7 +568,7 @@ class Target:
         if self.kind is not None and self.world_size is not None:
             division = of_kind(tensors, self.kind, self.world_size)
         else:
-            division = by_size(tensors, self.max_shard_bytes)
+            division = by_size(tensors, self.shard_bytes)
         write_native(ranks, self.url, self.options, state, division, self.overwrite, self.compress)
 
     def write_missing(self, state: StoredState, plans: Sequence[FilePlan], identity: str) -> None:

@@ -20,13 +20,11 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ckpt.arguments import DtypeName, FormatName
 from ckpt.converting.convert import Described, Target, dtypes_of
@@ -37,6 +35,7 @@ from ckpt.mapping.changes import Changes, MappingName, Part, named_mapping
 from ckpt.mapping.model_files import ModelFiles, plans_of, read_configs, read_model_files
 from ckpt.mapping.rules import TensorMapping
 from ckpt.opening.sources import Source, open_source
+from ckpt.plan.save_plan import SavePlan
 from ckpt.state.patterns import Casts
 from ckpt.stores.local_files import join_file
 from ckpt.stores.store import (
@@ -49,11 +48,9 @@ from ckpt.stores.store import (
     split_url,
 )
 from ckpt.transfer.copy_shares import hash_of
-from ckpt.transfer.write_job import plan_json, read_plan
 from formats.catalog import Catalog, Extent, FilePlan, Pieces, PieceTable, StoredPiece, TensorRecord
 from formats.native.reader import NativePieces
 from formats.native.shard import Progress, ShardSummary
-from formats.safetensors.huggingface import MAX_SHARD_BYTES
 from sharding.agreement.ranks import Ranks
 from sharding.errors import ArgumentError, without_secrets
 from sharding.layout import Box, Layout
@@ -130,11 +127,7 @@ class SecondOutput:
                 "format; name another format (to='hf', to='safetensors'), or copy the checkpoint "
                 "(ckpt cp)"
             )
-        target.check(False, None)
-        if self.max_shard_bytes is not None:
-            target.check_has_shards()
-        if target.format is not Format.HUGGINGFACE:
-            changes.check_config_is_used()
+        target.check(changes, False, None)
         Casts.of(self.dtype)
 
     def at(self, step: int) -> SecondOutput:
@@ -224,13 +217,11 @@ class SecondOutput:
                 turns[0].pop(planned.names[-1], None)
                 turns.append({planned.names[-1]: None} if is_first else {})
 
-            def work_on(turn: Mapping[str, str | None]) -> ShardSummary:
-                return save.call(WORK, self._job(save, turn, by_pieces, is_first), self)
-
             for turn in turns:
+                job = self._job(save, turn, by_pieces, is_first)
                 _, agreed = ranks.run_and_compare(
                     stage,
-                    partial(work_on, turn),
+                    partial(save.call, WORK, job, self),
                     lambda found: {"plans": int(found.digest, 16)},
                 )
                 if not agreed.same["plans"]:
@@ -250,24 +241,21 @@ class SecondOutput:
 
     def _job(
         self, save: CommittedSave, places: Mapping[str, str | None], by_pieces: bool, is_first: bool
-    ) -> dict[str, Any]:
-        """Returns the fields of `work`: names and numbers, and the arguments of this output."""
+    ) -> Job:
         here = self.place, dict(self.storage_options or {})
         place, options = place_elsewhere(*here) or here
-        how = pickle.dumps((replace(self, place=place, storage_options=options), self._configs()))
         attempt = save.attempt
-        source = place_elsewhere(save.url, save.options) or (save.url, save.options)
-        return {
-            "how": b64encode(how).decode(),
-            "url": source[0],
-            "options": source[1],
-            "attempt": attempt.attempt_id,
-            "rank": attempt.mesh.rank((attempt.rank,)),
-            "plan": plan_json(attempt.plan),
-            "places": dict(places),
-            "by_pieces": by_pieces,
-            "is_first": is_first,
-        }
+        return Job(
+            replace(self, place=place, storage_options=options),
+            self._configs(),
+            *(place_elsewhere(save.url, save.options) or (save.url, save.options)),
+            attempt.attempt_id,
+            attempt.mesh.rank((attempt.rank,)),
+            attempt.plan,
+            places,
+            by_pieces,
+            is_first,
+        )
 
     def _describe(
         self,
@@ -287,7 +275,7 @@ class SecondOutput:
             format=format_of(place, self.to),
             options=self.storage_options,
             overwrite=self.overwrite,
-            max_shard_bytes=self.max_shard_bytes or MAX_SHARD_BYTES,
+            max_shard_bytes=self.max_shard_bytes,
             compress=False,
             kind=None,
             world_size=None,
@@ -344,8 +332,25 @@ _last: list[tuple[object, object, Planned]] = []
 WORK = f"{__name__}:work"
 
 
+class Job(NamedTuple):
+    """The part of one rank in a second output."""
+
+    output: SecondOutput
+    configs: ModelFiles | None
+    url: str
+    """The committed checkpoint."""
+    options: Mapping[str, Any]
+    attempt: int
+    rank: int
+    plan: SavePlan
+    places: Mapping[str, str | None]
+    """The files to write, with their paths on a disk."""
+    by_pieces: bool
+    is_first: bool
+
+
 def work(
-    job: Mapping[str, Any],
+    job: Job,
     data: memoryview | Fill,
     arena: int,
     advance: Callable[[int], None],
@@ -355,16 +360,14 @@ def work(
     `data` is the rank's part of the state, as memory or as a function that fills memory. Returns
     the number of written bytes, and a hash of all files as `digest`.
     """
-    how: SecondOutput
-    how, configs = pickle.loads(b64decode(job["how"]))  # noqa: S301 - of this program's trainer
-    plan, written, target = read_plan(job["plan"]), [0], how._target()
+    plan, written, target = job.plan, [0], job.output._target()
 
     def count(nbytes: int) -> None:
         written[0] += nbytes
         advance(plan.nbytes)  # raises if the trainer has ended
 
-    with open_source(job["url"], job["options"], with_advice=False) as source:
-        if len(source.catalog.files) > 1 and source.attempt != job["attempt"] >> 4:
+    with open_source(job.url, job.options, with_advice=False) as source:
+        if len(source.catalog.files) > 1 and source.attempt != job.attempt >> 4:
             raise StoreError(
                 f"{without_secrets(source.url)}: another process has replaced the checkpoint, and "
                 "its second output was not written"
@@ -373,21 +376,21 @@ def work(
         records = {}
         for name, record in source.catalog.tensors.items():
             assert record.layout is not None
-            others = None if job["by_pieces"] else record.pieces
-            pieces = StagedPieces(record.layout, job["rank"], extents.get(name), others)
+            others = None if job.by_pieces else record.pieces
+            pieces = StagedPieces(record.layout, job.rank, extents.get(name), others)
             records[name] = record._replace(pieces=pieces)
         reader = cast(Store, _Staged(source.store, data))
         catalog = replace(source.catalog, tensors=records)
         staged = Source(source.url, reader, catalog)
-        state = how._describe(staged, configs, None, count).state
-        plans, copier = target.tensor_plans(state, configs), state.copier
-        places = job["places"]
-        is_far = None in places.values()
-        todo = [file_plan for file_plan in plans if file_plan.name in places]
+        state = job.output._describe(staged, job.configs, None, count).state
+        plans, copier = target.tensor_plans(state, job.configs), state.copier
+        todo = [file_plan for file_plan in plans if file_plan.name in job.places]
+        is_far = None in job.places.values()
         for file_plan in () if is_far else todo:
-            with join_file(places[file_plan.name], places[file_plan.name]) as file:
-                if job["by_pieces"]:
-                    copier.write_pieces(file, file_plan, job["is_first"])
+            path = job.places[file_plan.name] or ""
+            with join_file(path, path) as file:
+                if job.by_pieces:
+                    copier.write_pieces(file, file_plan, job.is_first)
                 else:
                     copier.write_part(file, file_plan, 0)
         if is_far:

@@ -27,7 +27,8 @@ from typing import Any, cast
 
 import torch
 
-from ckpt.checking.elements import Tolerance, compare, read_elements, unlike_ranges
+from ckpt.checking.diff import compare_elements
+from ckpt.checking.elements import Tolerance, read_elements, unlike_ranges
 from ckpt.errors import ArgumentError, UnsupportedError
 from ckpt.mapping.model_files import adapter_config_in
 from ckpt.opening.sources import Source, open_source
@@ -320,8 +321,10 @@ class _Sums:
                 _has_sum(record.dtype) and _has_sum(other.dtype)
             ):
                 return f"{name} is {record.dtype} and {other.dtype}"
-            if not _has_sum(record.dtype) and not _are_equal(first, term, name):
-                return f"{name} is {record.dtype}, and its elements differ"
+            if not _has_sum(record.dtype):
+                sides = first.engine, record, term.engine, other
+                if compare_elements(*sides, unlike_ranges(record, other), Tolerance()).unequal:
+                    return f"{name} is {record.dtype}, and its elements differ"
         return ""
 
     def _sum(self, tensor: str, lo: int, hi: int) -> memoryview:
@@ -375,15 +378,3 @@ def _sum_dtype(dtypes: Sequence[DType], in_float64: bool) -> torch.dtype:
     if any(name.startswith("complex") for name in names):
         return torch.complex128 if wide else torch.complex64
     return torch.float64 if wide else torch.float32
-
-
-def _are_equal(a: _Term, b: _Term, name: str) -> bool:
-    here, there = a.records[name], b.records[name]
-    for lo, hi in unlike_ranges(here, there):
-        for at in range(lo, hi, BLOCK_BYTES):
-            end = min(hi, at + BLOCK_BYTES)
-            left = read_elements(a.engine, here, at, end)
-            right = read_elements(b.engine, there, at, end)
-            if compare(left, here.dtype, right, there.dtype, Tolerance()).unequal:
-                return False
-    return True

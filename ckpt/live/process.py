@@ -376,9 +376,9 @@ def seal(
     `fields` are the `name` of the live state, `version`, `file` and `plan`; `arena` is the
     descriptor of the memory of `data`. Raises UnreachableError without a server.
     """
-    from ckpt.transfer.write_job import make_sealed, read_plan  # a server starts without it
+    from ckpt.transfer.write_job import make_sealed  # a server starts without it
 
-    made = make_sealed(read_plan(fields["plan"]).items, data, advance)
+    made = make_sealed(fields["plan"].items, data, advance)
     frame = in_memory(made.header + made.table)
     try:
         head = len(made.header)

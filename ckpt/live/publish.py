@@ -44,7 +44,7 @@ from ckpt.saving.staging import COPIED
 from ckpt.saving.writers import ArenaWriter, Fill, new_arena
 from ckpt.stores.addresses import MOST_VERSION, NAME
 from ckpt.stores.store import Options
-from ckpt.transfer.write_job import Ring, call_message, plan_json
+from ckpt.transfer.write_job import Ring, call_message
 from formats.native.manifest import MANIFEST, dump
 from formats.native.shard import ShardSummary
 from sharding.agreement.call_events import pause_collection
@@ -420,7 +420,7 @@ class _Version:
         self, data: memoryview, place: ArenaWriter, ring: Ring | None, fill: Fill
     ) -> ShardSummary:
         """Seals this rank's part, and gives it to the server of this host."""
-        file, plan = self.attempt.file_name, plan_json(self.attempt.plan)
+        file, plan = self.attempt.file_name, self.attempt.plan
         fields = {"name": self.live.hosts.name, "version": self.number, "file": file, "plan": plan}
         job = call_message("ckpt.live.process:seal", fields)
         return place.writer().call(job, place.arena, f"{self.handle.url}/{file}")

@@ -93,7 +93,7 @@ class CommittedSave:
             "checkpoint"
         )
 
-    def call(self, function: str, job: Mapping[str, Any], also: Also) -> ShardSummary:
+    def call(self, function: str, job: object, also: Also) -> ShardSummary:
         """Returns the result of a function with the bytes (`call_message`).
 
         The writer process calls it if it reaches the places, and has the bytes; else this thread.
@@ -106,8 +106,8 @@ class CommittedSave:
         if writer is not None and self.arena_writer is not None:
             where = without_secrets(str(also.place))
             return writer.call(message, self.arena_writer.arena, where)
-        called, fields = read_call(message)
-        return called(fields, self.data, -1, lambda nbytes: None)
+        called, job = read_call(message)
+        return called(job, self.data, -1, lambda nbytes: None)
 
 
 def lasting(attempt: SaveAttempt) -> SaveAttempt:

@@ -114,8 +114,8 @@ def _work(
         if not is_call(message):
             return write_staged(read_job(message), data, advance, pass_on)
         try:
-            function, fields = read_call(message)
-            return function(fields, data, arena, advance)
+            function, job = read_call(message)
+            return function(job, data, arena, advance)
         finally:
             os.close(arena)
 

@@ -1,16 +1,16 @@
 """The job of writing one rank's shard file, and its execution in any process.
 
 A blocking save runs its job in place, from the tensors' memory. A background save sends the job to
-the writer process, which writes from staged memory. A job and its answer are names and numbers, and
-travel as JSON. This module imports no torch.
+the writer process, which writes from staged memory. A job travels as a pickle, on a connection that
+nobody but the trainer can write to; its answer is JSON. This module imports no torch.
 """
 
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
-from dataclasses import fields as dataclass_fields
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from typing import Any, Literal
@@ -21,17 +21,17 @@ from ckpt.errors import StoreError
 from ckpt.plan.save_plan import SavePlan, WriteItem
 from ckpt.stores.store import Store, open_store
 from ckpt.transfer.bases import open_base
-from formats.catalog import OutgoingTensor, TensorRef, Tree
-from formats.dtypes import count_nonfinite, dtype_named
+from formats.catalog import OutgoingTensor
+from formats.dtypes import count_nonfinite
 from formats.native.borrowed import Lent
-from formats.native.manifest import Manifest, StoredTensor, dump, load
+from formats.native.manifest import StoredTensor
 from formats.native.shard import CHUNK_BYTES, Progress, ShardSummary, chunk_bytes_of
 from formats.native.shard_writer import raw_header, records_of, write_shard
 from sharding.agreement.call_events import Requests, count_requests, take_requests
 
 STEP_BYTES = 8 << 20
 """Bytes between two calls of `advance`: a whole number of chunks."""
-CALL = b'{"function":'
+CALL = b"call "
 """The start of the messages with jobs of other rooms, which name their function."""
 
 LEAST_RING_BYTES = 4 * CHUNK_BYTES
@@ -222,13 +222,13 @@ def _passing(
     return block_of
 
 
-def call_message(function: str, fields: Mapping[str, Any]) -> bytes:
+def call_message(function: str, job: object) -> bytes:
     """Returns a job for a function of another room as bytes; an arena's descriptor follows them.
 
-    `function` is "module:function". The writer process calls it with the fields, the staged memory,
+    `function` is "module:function". The writer process calls it with the job, the staged memory,
     the arena's descriptor and `advance`; it returns a `ShardSummary`.
     """
-    return json.dumps({"function": function, "fields": fields}, separators=(",", ":")).encode()
+    return CALL + pickle.dumps((function, job))
 
 
 def is_call(message: bytes) -> bool:
@@ -236,48 +236,22 @@ def is_call(message: bytes) -> bool:
     return message.startswith(CALL)
 
 
-def read_call(message: bytes) -> tuple[Callable[..., ShardSummary], Mapping[str, Any]]:
-    """Returns the function and the fields in the bytes of `call_message`."""
-    job = json.loads(message)
-    module, name = job["function"].split(":")
+def read_call(message: bytes) -> tuple[Callable[..., ShardSummary], Any]:
+    """Returns the function and the job in the bytes of `call_message`."""
+    place, job = pickle.loads(message[len(CALL) :])  # noqa: S301 - of this program's trainer
+    module, name = place.split(":")
     function: Callable[..., ShardSummary] = getattr(import_module(module), name)
-    return function, job["fields"]
-
-
-def plan_json(plan: SavePlan) -> list[WriteItem]:
-    return [item._replace(dtype=item.dtype.name) for item in plan.items]  # type: ignore[arg-type]
-
-
-def read_plan(rows: Sequence[Sequence[Any]]) -> SavePlan:
-    """Returns the plan that `plan_json` made into JSON."""
-    items = (WriteItem(*values) for values in rows)
-    return SavePlan(
-        tuple(
-            item._replace(dtype=dtype_named(str(item.dtype), item.name), shape=tuple(item.shape))
-            for item in items
-        )
-    )
+    return function, job
 
 
 def job_message(job: WriteJob) -> bytes:
     """Returns a job as bytes for the writer process."""
-    fields = {field.name: getattr(job, field.name) for field in dataclass_fields(job)}
-    fields["plan"] = plan_json(job.plan)
-    fields["ring"] = None if job.ring is None else astuple(job.ring)
-    named: Tree = {name: TensorRef(name) for name in job.layouts}
-    fields["layouts"] = dump(Manifest(job.layouts, {}, named, ())).decode()
-    return json.dumps(fields, separators=(",", ":")).encode()
+    return pickle.dumps(job)
 
 
 def read_job(message: bytes) -> WriteJob:
-    fields = json.loads(message)
-    plan = read_plan(fields["plan"])
-    layouts = load(fields["layouts"].encode(), "the layouts of a job", stored=False).tensors
-    ring = None
-    if fields["ring"] is not None:
-        start, nbytes, waiting = fields["ring"]
-        ring = Ring(start, nbytes, tuple(waiting))
-    return WriteJob(**{**fields, "plan": plan, "layouts": layouts, "ring": ring})
+    job: WriteJob = pickle.loads(message)  # noqa: S301 - of this program's trainer
+    return job
 
 
 def summary_message(summary: ShardSummary) -> bytes:

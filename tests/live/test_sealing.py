@@ -16,9 +16,7 @@ from ckpt.transfer.write_job import (
     STEP_BYTES,
     call_message,
     make_sealed,
-    plan_json,
     read_call,
-    read_plan,
 )
 from formats.catalog import OutgoingTensor
 from formats.dtypes import dtype_named
@@ -82,7 +80,7 @@ def test_a_part_is_hashed_in_steps_that_end_with_chunks() -> None:
 
 @given(plan=plans())
 def test_a_plan_survives_the_message_of_a_job(plan: SavePlan) -> None:
-    message = call_message("ckpt.live.process:seal", {"plan": plan_json(plan)})
+    message = call_message("ckpt.live.process:seal", {"plan": plan})
     function, fields = read_call(message)
     assert function is seal
-    assert read_plan(fields["plan"]) == plan
+    assert fields["plan"] == plan
