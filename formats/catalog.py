@@ -502,7 +502,6 @@ class OutgoingTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the stream."""
         return self.dtype.itemsize * prod(self.shape)
 
 

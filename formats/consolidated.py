@@ -75,7 +75,6 @@ def _number(name: str) -> int:
 
 
 def _tensor(name: str, parts: Sequence[Catalog]) -> TensorRecord:
-    """Returns one tensor of its cuts in all files."""
     records = [part.tensors[name] for part in parts]
     first, files = records[0], [part.files[0].name for part in parts]
     dim = _dim(name, parts[0])

@@ -326,7 +326,6 @@ class _Header:
         return block[self.at - nbytes - start : self.at - start]
 
     def number(self, struct: Struct) -> int:
-        """Reads a whole number."""
         (found,) = struct.unpack(self.take(struct.size))
         return int(found)
 
@@ -334,7 +333,6 @@ class _Header:
         return self.take(self.number(_U64)).decode("utf-8", errors)
 
     def value(self, kind: int, depth: int = 0) -> Tree:
-        """Reads a value of a type."""
         self._count(1)
         if kind == STRING:
             self.last_kind = "STRING"

@@ -164,7 +164,6 @@ class Subfolder:
         return self._reader.read_whole(f"{self._folder}/{name}", limit)
 
     def read_end(self, name: str, size: int, length: int) -> bytes:
-        """Reads the last bytes of a file of `size` bytes."""
         return self._reader.read_end(f"{self._folder}/{name}", size, length)
 
     def read(self, name: str, offset: int, length: int) -> bytes:

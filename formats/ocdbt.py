@@ -127,7 +127,6 @@ class _Body:
         self.data, self._where, self._at = data, where, 0
 
     def wrong(self, problem: str) -> CorruptError:
-        """Returns the error for damaged content."""
         return CorruptError(f"{self._where}: {problem}; restore the checkpoint from another copy")
 
     def take(self, nbytes: int) -> bytes:
@@ -181,7 +180,6 @@ class _Body:
         return found
 
     def file(self, files: list[_File], number: int) -> _File:
-        """Returns a file by its place in a table."""
         if number >= len(files):
             raise self.wrong(f"it names file {number} of {len(files)}")
         path = files[number].path  # a tree without keys names the file ""

@@ -117,7 +117,6 @@ def _item(reader: Reader) -> Catalog:
 
 
 def _parse_entry(text: str, entry: object) -> tuple[KeyPath, str]:
-    """Returns the key path of a value, and its kind."""
     keys = entry.get("key_metadata") if isinstance(entry, dict) else None
     value = entry.get("value_metadata") if isinstance(entry, dict) else None
     if not isinstance(keys, list) or not isinstance(value, dict) or not 0 < len(keys) <= DEPTH:
@@ -288,7 +287,6 @@ class _Array:
         return cls(shape, chunk, dtype, "zstd" in steps, "c", separator, inner)
 
     def file(self, place: tuple[int, ...]) -> str:
-        """Returns the name of a chunk."""
         parts = [self.start, *map(str, place)] if self.start else map(str, place)
         return self.separator.join(parts) or "0"
 
@@ -341,7 +339,6 @@ def _piece(
 
 
 def _shapes(where: str, *shapes: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the shape of an array and of its chunks."""
     shape, chunk = (tuple(each) if isinstance(each, list) else None for each in shapes)
     if not is_shape(shape) or not is_shape(chunk) or len(shape) != len(chunk) or 0 in chunk:
         raise FormatError(f"{where}: the array has no shape and chunks")

@@ -75,7 +75,6 @@ def read(reader: Reader) -> Catalog:
 
 
 def _tensors(item: str, value: object) -> Tensors:
-    """Returns the layouts of an item's tensors."""
     where = f"{METADATA}: {item!r:.200}"
     holder = _dict(value, where)
     for layout in _dict(holder.get("rank_to_layout_info", {}), where).values():
@@ -210,7 +209,6 @@ class _Folder:
         }
 
     def _add(self, item: str, path: KeyPath, layout: Layout, files: Mapping[int, File]) -> None:
-        """Adds a sharded tensor."""
         where = f"{item}{format_path(path)}"
         parts: list[tuple[Piece, File, str]] = []
         seen: set[Box] = set()

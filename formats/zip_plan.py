@@ -142,7 +142,6 @@ def _end(count: int, begin: int, size: int) -> bytes:
 
 
 def _directory_entry(entry: _Entry, checksum: int) -> bytes:
-    """Returns a record's entry in the directory."""
     wide = []
     nbytes, header = entry.nbytes, entry.header
     if nbytes >= ZIP64_BYTES:

@@ -75,7 +75,6 @@ class Window:
         return self._at
 
     def tell(self) -> int:
-        """Returns the place in the range."""
         return self._at
 
     def seekable(self) -> bool:

@@ -147,7 +147,6 @@ def _check_ranks(given: Iterable[DeviceMesh], axes: int, entries: Iterable[Param
 
 
 def _dimension(found: FreeParameter, placement_fn: PlacementFunction | None) -> int:
-    """Returns the dimension of a parameter to divide."""
     parameter = found.parameter
     placement = placement_fn(parameter) if placement_fn is not None else None
     if placement is None:

@@ -48,7 +48,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Options) -> int:
-    """Prints the script."""
     from argcomplete.shell_integration import shellcode
 
     print(shellcode(["ckpt"], shell=options.shell))

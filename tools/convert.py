@@ -248,7 +248,6 @@ def run(options: Options) -> int:
 
 
 def show(options: Shown, report: ConvertReport, seconds: float) -> None:
-    """Prints the report of a conversion."""
     if options.as_json:
         print(json_text(_summary(options, report, seconds)))
     elif not options.quiet:
@@ -279,7 +278,6 @@ def _summary(options: Shown, report: ConvertReport, seconds: float) -> dict[str,
 
 
 def _lines(options: Shown, report: ConvertReport, seconds: float) -> Iterator[str]:
-    """The report for people."""
     plan = report.plan
     if plan is not None and (options.dry_run or options.verbose):
         yield from _plan_lines(plan)

@@ -58,7 +58,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Options) -> int:
-    """Prints the list."""
     from ckpt.errors import NotACheckpointError
     from ckpt.opening.sources import similar_path
     from ckpt.removing.gc import gc, is_folder

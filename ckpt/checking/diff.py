@@ -461,8 +461,8 @@ def _compare_values(
             return (), (note,) if other.values else ()
     differences = []
     for name in dict.fromkeys((*a.values, *b.values)):
-        a_text = _format_value(a.values[name]) if name in a.values else None
-        b_text = _format_value(b.values[name]) if name in b.values else None
+        a_text = str_of(a.values[name]) if name in a.values else None
+        b_text = str_of(b.values[name]) if name in b.values else None
         both = a_text is not None and b_text is not None
         if not both or not same_value(a.values[name], b.values[name], tolerance):
             differences.append(ValueDifference(name, a_text, b_text))
@@ -487,10 +487,6 @@ def _compare_structure(a: _Side, b: _Side) -> tuple[StructureDifference, ...]:
         return ()
     with_keys = "dcp" not in kinds or len(kinds) == 1
     return compare_structure(a.structure, b.structure, with_keys)
-
-
-def _format_value(value: Tree) -> str:
-    return str_of(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,13 @@ from typing import TypeAlias
 
 import numpy as np
 
+from ckpt.plan.copy_plan import pieces_of_range
 from ckpt.plan.read_plan import requests_for
 from ckpt.transfer.read import Array, RangeReader, bytes_of
 from formats.catalog import TensorRecord, Tree, TypedValue
 from formats.dtypes import DType
 from sharding.errors import ArgumentError
-from sharding.layout import Piece, Shape, row_major, span_boxes
+from sharding.layout import Piece, Shape, row_major
 
 _MEMORY = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 _NUMPY = {
@@ -133,11 +134,7 @@ def read_elements(engine: RangeReader, record: TensorRecord, lo: int, hi: int) -
         HoleError: elements are not stored.
     """
     array: Array = np.empty(hi - lo, dtype=_MEMORY[record.dtype.itemsize])
-    pieces, at = [], 0
-    for box in span_boxes(record.shape, lo, hi):
-        pieces.append(Piece.packed(box, at))
-        at += box.numel
-    engine.run(requests_for(record, pieces), [bytes_of(array)])
+    engine.run(requests_for(record, pieces_of_range(record.shape, lo, hi)), [bytes_of(array)])
     return array
 
 

@@ -99,7 +99,6 @@ def verify(
 
 
 def _verify(text: str, progress: Callable[[int], None] | None, options: Options) -> Report:
-    """Returns the report of `verify`."""
     try:
         with open_source(text, options) as source:
             files = len(source.catalog.files)

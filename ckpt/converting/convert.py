@@ -595,7 +595,6 @@ class Target:
 
 
 def dtypes_of(state: Outgoing) -> set[DType]:
-    """Returns the dtypes of the written tensors."""
     return {tensor.dtype for tensor in state.tensors.values()}
 
 

@@ -581,7 +581,6 @@ class _JournalWriter:
 
 
 def _is_locked(file: IO[str]) -> bool:
-    """Locks a file, and returns whether it could."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

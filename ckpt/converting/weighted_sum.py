@@ -372,7 +372,6 @@ def _is_packed(dtype: DType) -> bool:
 
 
 def _sum_dtype(dtypes: Sequence[DType], in_float64: bool) -> torch.dtype:
-    """Returns the dtype of a sum of tensors of these dtypes."""
     names = {dtype.torch_name for dtype in dtypes}
     wide = in_float64 or bool(names & {"float64", "complex128"})
     if any(name.startswith("complex") for name in names):

@@ -98,7 +98,6 @@ class CkptStorageReader(StorageReader):
         self.load_id = str(uuid4())
 
     def close(self) -> None:
-        """Closes the files."""
         if self._checkpoint is not None:
             self._checkpoint.close()
         self._checkpoint = None
@@ -124,11 +123,9 @@ class CkptStorageReader(StorageReader):
         """Does nothing: `read_metadata` has opened the checkpoint."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Returns the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Returns the plans as they are."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -146,7 +146,6 @@ class CkptStorageWriter(StorageWriter):
                 check_place(store, self.overwrite)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Returns the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

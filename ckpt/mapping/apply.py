@@ -412,7 +412,6 @@ def _items(node: Tree) -> list[tuple[Key, Tree]] | None:
 
 
 def _like(node: Tree, items: list[tuple[Key, Tree]]) -> Tree:
-    """Returns a container of the kind of a node."""
     if isinstance(node, dict):
         return dict(items)
     values = [tree for _, tree in items]

@@ -145,7 +145,6 @@ class Changes:
         return replace(self, mapping=tuple(used))
 
     def _mapped(self, source: Source, mappings: Sequence[TensorMapping]) -> Mapped:
-        """Returns the catalog after mappings."""
         place = self.select or "" if self.part is None else _place(source, self.part)
         mapped = _chosen(source, place, self.selection)
         config = self._config_if_used(source)
@@ -317,7 +316,7 @@ def _no_part(url: str, problem: str, tree: Tree) -> ArgumentError:
 def _place(source: Source, part: Part) -> str:
     """Returns the key path of the model or the optimizer (rule 2); empty if it is everything."""
     url, tree = without_secrets(source.url), source.catalog.tree
-    optimizers = optimizers_in(tree)
+    optimizers = [path for path, _ in nodes_in(tree, _is_optimizer)]
     if part == "optimizer":
         if len(optimizers) == 1:
             return optimizers[0]
@@ -343,11 +342,6 @@ def _place(source: Source, part: Part) -> str:
     if several:
         problem = f"it has {len(several)} models; name one with select='{several[0]}'"
     raise _no_part(url, problem, tree)
-
-
-def optimizers_in(tree: Tree) -> list[str]:
-    """Returns the key paths of the optimizers (rule 2)."""
-    return [path for path, _ in nodes_in(tree, _is_optimizer)]
 
 
 def place_of_model(catalog: Catalog) -> str:

@@ -314,7 +314,6 @@ class _Array:
         return _Array(view, axes)
 
     def permute(self, axes: Sequence[str]) -> View:
-        """Returns the view with its axes in this order."""
         order = tuple(self.axes.index(axis) for axis in axes)
         return self.view if order == tuple(range(len(order))) else Permuted(self.view, order)
 

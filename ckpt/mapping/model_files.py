@@ -138,7 +138,6 @@ class _Found:
     left: list[str] = field(default_factory=list)
 
     def add(self, folder: str, entries: Sequence[str]) -> None:
-        """Adds the entries of one folder, and those of the folders in it."""
         for entry in entries:
             name = folder + entry
             if not entry.endswith("/"):

@@ -290,7 +290,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """By the identity of a tensor, which is kept so that no other tensor gets it."""
 
     def tensor(self, record: TensorRecord) -> torch.Tensor:
-        """Returns a tensor in the place of a stored one."""
         dtype = torch_dtype(record.dtype.torch_name)
         made = torch.empty(record.shape, dtype=dtype, device="meta")
         self._views[id(made)] = made, Stored(record.shape, record.pieces), record.dtype

@@ -377,7 +377,6 @@ def _dims(text: str, where: str) -> Dims:
 
 
 def axes_of(dims: Dims) -> tuple[str, ...]:
-    """Returns all axes in order, without `...`."""
     return tuple(axis for dim in dims for axis in dim if axis != ELLIPSIS)
 
 

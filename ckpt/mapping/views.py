@@ -86,7 +86,6 @@ class Narrowed:
         return _replace(self.below.shape, self.dim, 1, (self.hi - self.lo,))
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
-        """Yields the pieces of `box`."""
         wanted = _shift(box, self.dim, self.lo)
         for piece, extent in self.below.locate(wanted):
             own = piece.box & wanted
@@ -300,7 +299,6 @@ def _pick(values: Shape, order: Sequence[int]) -> Shape:
 
 
 def _replace(values: Shape, dim: int, count: int, new: Sequence[int]) -> Shape:
-    """Returns the values with `count` of them from `dim` on replaced."""
     return (*values[:dim], *new, *values[dim + count :])
 
 

@@ -138,18 +138,15 @@ class MatchBuilder:
         return LoadItem(name, record.name, number, layout, tuple(local.shape), is_direct)
 
     def dtype_of(self, record: TensorRecord) -> torch.dtype:
-        """Returns torch's dtype of a stored tensor."""
         dtype = self._dtypes.get(record.dtype)
         if dtype is None:
             dtype = self._dtypes[record.dtype] = torch_dtype(record.dtype.torch_name)
         return dtype
 
     def fill(self, name: str, record: TensorRecord, tensor: TensorLike) -> None:
-        """Adds an item."""
         self.items.append(self.item(name, record, tensor))
 
     def differ(self, name: str, problem: DifferenceKind, detail: str) -> None:
-        """Adds one difference."""
         self.differences.append(Difference(name, problem, detail))
 
     def owns(self, *names: str) -> None:

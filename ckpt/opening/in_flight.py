@@ -69,7 +69,6 @@ class SaveQueue:
         _watch_exit()
 
     def is_busy(self) -> bool:
-        """Whether a save is in flight."""
         return self._last is not None and not self._last.finished(0)
 
     def url(self) -> str:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import chain, islice
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from ckpt.errors import NotACheckpointError, ReplacedError
 from ckpt.opening import in_flight
@@ -438,19 +438,11 @@ class _ReplacementGuard:
         return getattr(self._store, name)
 
     def size(self, name: str) -> int:
-        try:
-            return self._store.size(name)
-        except FileNotFoundError as error:
-            self._look(name, error)
-            raise
+        return self._watch(name, self._store.size, name)
 
     def read_whole(self, name: str, limit: int) -> bytes:
         """Reads all bytes of a small file. Raises ReplacedError for another manifest."""
-        try:
-            data = self._store.read_whole(name, limit)
-        except FileNotFoundError as error:
-            self._look(name, error)
-            raise
+        data = self._watch(name, self._store.read_whole, name, limit)
         if name == MANIFEST:
             head = data[:MANIFEST_HEAD_BYTES]
             if self._head is not None and self._head != head:
@@ -460,22 +452,18 @@ class _ReplacementGuard:
 
     def read_end(self, name: str, size: int, length: int) -> bytes:
         """Reads the last bytes of a file. Raises SizeError unless it has `size` bytes."""
-        try:
-            return self._store.read_end(name, size, length)
-        except (GoneError, FileNotFoundError) as error:
-            self._look(name, error)
-            raise
+        return self._watch(name, self._store.read_end, name, size, length)
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        try:
-            return self._store.read(name, offset, length)
-        except (GoneError, FileNotFoundError) as error:
-            self._look(name, error)
-            raise
+        return self._watch(name, self._store.read, name, offset, length)
 
     def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
+        self._watch(name, self._store.read_into, name, offset, *targets)
+
+    def _watch(self, name: str, read: Callable[..., T], *arguments: Any) -> T:
+        """Returns the result of a read. Raises ReplacedError if the checkpoint went with `name`."""
         try:
-            self._store.read_into(name, offset, *targets)
+            return read(*arguments)
         except (GoneError, FileNotFoundError) as error:
             self._look(name, error)
             raise

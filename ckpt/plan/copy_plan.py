@@ -168,7 +168,6 @@ class _Cutter:
         self._unit = CopyUnit(0, 0)
 
     def literal(self, data: bytes) -> Iterator[CopyUnit]:
-        """Adds literal bytes."""
         for lo in range(0, len(data), self._unit_bytes):
             cut = data[lo : lo + self._unit_bytes]
             self._unit.literals.append((self._unit.nbytes, cut))

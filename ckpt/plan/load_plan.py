@@ -99,7 +99,6 @@ class Stage(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
         return self.dtype.nbytes(self.shape)
 
 

@@ -110,7 +110,6 @@ class BoxCopies:
         return known[2]
 
     def numel(self, piece: Piece) -> int:
-        """Returns the number of elements of a piece."""
         known = self._numels.get(id(piece))
         if known is None:
             known = self._numels[id(piece)] = piece, piece.box.numel

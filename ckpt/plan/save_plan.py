@@ -96,7 +96,6 @@ class WriteItem(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the part."""
         return (self.hi - self.lo) * self.dtype.itemsize
 
 

@@ -453,5 +453,4 @@ def _key(entry: LeftOver) -> tuple[str, str]:
 
 
 def _name(place: str) -> str:
-    """Returns the name of a folder in its parent."""
     return split_url(one_spelling(place))[1]

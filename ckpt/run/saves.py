@@ -132,7 +132,6 @@ class LastGiven:
         self._has_stepped = False
 
     def forget(self) -> None:
-        """Drops the state."""
         self.step = self.state = self.metrics = self.metadata = None
 
     @property

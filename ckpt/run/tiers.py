@@ -96,7 +96,6 @@ class LocalTier:
         return step % self.options.every_steps == 0
 
     def place(self, step: int) -> str:
-        """Returns the folder of a step on this host."""
         return join_url(self.options.folder, folder_name(step))
 
     @property

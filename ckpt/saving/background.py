@@ -171,7 +171,6 @@ class Folder:
     also: Also | None = None
 
     def arena_writer(self) -> ArenaWriter:
-        """Returns the arena writer of all saves to stores."""
         return arena_writer()
 
     def write(
@@ -303,8 +302,8 @@ class _Save:
         _, ended = _attempt(lambda: self._end(written, error, clock, kept))
         kept.clear()  # the next save may take other memory
         clock.end(_name_of(ended))
-        if place is not None:
-            _attempt(lambda: self._touch(place))
+        if place is not None:  # touches new memory: the next save has no page faults
+            _attempt(lambda: place.arena.touch(workers_for(self._target.attempt.mesh.size)))
         handle.mark_finished(ended)
 
     def _write(self, staged: _Staged, clock: Clock) -> ShardSummary | None:
@@ -331,10 +330,6 @@ class _Save:
             return self._target.write(staged.data, place, staging.ring, fill)
         finally:
             staging.end()
-
-    def _touch(self, place: ArenaWriter) -> None:
-        """Touches the arena if this save filled new memory: the next save has no page faults."""
-        place.arena.touch(workers_for(self._target.attempt.mesh.size))
 
     def _end(
         self,
@@ -519,7 +514,6 @@ class SaveHandle(Uncopied):
         self._staged.set()
 
     def note_also(self, place: str, warning: SecondOutputWarning | None) -> None:
-        """Notes the second output, or the warning that it failed."""
         self._also, self._warning = place, warning
 
     def mark_finished(self, error: Exception | None) -> None:

@@ -110,7 +110,6 @@ def empty_for(record: TensorRecord, shape: Sequence[int]) -> torch.Tensor:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Returns the torch dtype with this name."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ArgumentTypeError(

@@ -264,7 +264,6 @@ def short_hash(data: bytes) -> int:
 
 
 def summary(described: StateSpec) -> bytes:
-    """Returns a state spec as bytes for another rank."""
     d = described
     return dump(
         Manifest(
@@ -280,7 +279,6 @@ def summary(described: StateSpec) -> bytes:
 
 
 def unpack_spec(text: bytes) -> StateSpec:
-    """Returns the state spec in the bytes of another rank."""
     manifest = load(text, "another rank's summary", stored=False)
     m = manifest
     return StateSpec(m.tensors, m.aliases, m.tree, m.strides, m.optimizers, m.versions)

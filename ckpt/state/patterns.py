@@ -221,7 +221,6 @@ class Selection:
         return any(matches(pattern, name) for pattern in self.include) and not self.excludes(name)
 
     def excludes(self, name: str) -> bool:
-        """Whether a pattern of `exclude` matches a name."""
         return any(matches(pattern, name) for pattern in self.exclude)
 
     def idle(self, names: Collection[str]) -> tuple[Claim, ...]:

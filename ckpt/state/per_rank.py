@@ -195,7 +195,6 @@ class _RandomStates:
         return "rng()"
 
     def state_dict(self) -> dict[str, object]:
-        """Returns copies of the states."""
         version, numbers, gauss = random.getstate()
         found: dict[str, object] = {
             "python": {"version": version, "state": np.array(numbers, np.int64), "gauss": gauss},

@@ -109,7 +109,6 @@ def by_name(entries: Iterable[tuple[str, _T]], where: str = "the checkpoint") ->
 
 
 def holds_tensor(tree: Tree) -> bool:
-    """Whether the tree contains a tensor."""
     if isinstance(tree, dict):
         return any(holds_tensor(item) for item in tree.values())
     if isinstance(tree, list | tuple):

@@ -57,7 +57,6 @@ class StateSpec:
 
 
 def with_layout(tensor: StoredTensor, layout: Layout) -> StoredTensor:
-    """Returns the same tensor with another layout."""
     return StoredTensor(tensor.shape, tensor.dtype, layout)
 
 

@@ -79,7 +79,6 @@ class AzureDriver(Session):
         self._once = {**_ONCE, "user_agent": own.header}
 
     def server(self) -> str:
-        """Returns the URL of the account."""
         return str(self._fs.service_client.url).partition("?")[0]
 
     def list_folder(self, folder: str) -> list[ObjectInfo]:
@@ -103,7 +102,6 @@ class AzureDriver(Session):
         return self._run(listing())
 
     def list_below(self, folder: str) -> list[ObjectInfo] | None:
-        """Lists the blobs below a prefix."""
         if not folder.strip("/"):
             return []
         container, prefix = self._folder(folder)
@@ -122,14 +120,12 @@ class AzureDriver(Session):
         return self._run(listing())
 
     def head(self, path: str) -> ObjectInfo:
-        """Returns the properties of one blob."""
         blob = self._blob(path)
         return _object_info(
             path.rpartition("/")[2], self._run(blob.get_blob_properties(**self._once))
         )
 
     def get_range(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
-        """Reads a range in one request."""
         length = sum(target.nbytes for target in targets)
 
         async def fetch() -> tuple[memoryview, int]:
@@ -186,7 +182,6 @@ class AzureDriver(Session):
         return secrets.token_hex(8)
 
     def upload_part(self, path: str, upload_id: str, number: int, data: memoryview) -> Any:
-        """Uploads one block and returns its name."""
         name = f"{upload_id}{number:06}"
         staging = self._blob(path).stage_block(name, bytes(data), length=len(data), **self._once)
         self._run(staging, len(data))
@@ -278,7 +273,6 @@ class AzureDriver(Session):
         """Does nothing: a prefix has no object of its own."""
 
     def error_class(self, error: BaseException) -> ErrorClass:
-        """Returns the class of a client's error."""
         if isinstance(error, PastEndError):
             return ErrorClass.PAST_END
         if isinstance(error, _BROKEN):
@@ -374,7 +368,6 @@ def _sending(request: Any) -> None:
 
 
 def _count_answer(answer: Any) -> None:
-    """Counts the bytes of a file in an answer."""
     sent, got = answer.http_request, answer.http_response
     if sent.method == "GET" and "comp=" not in sent.url and got.status_code < 300:
         count_received(int(got.headers.get("Content-Length") or 0))

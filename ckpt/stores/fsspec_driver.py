@@ -177,7 +177,6 @@ class FsspecDriver(Session):
         return _object_info(entry)
 
     def get_range(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
-        """Reads a range in one request."""
         length = sum(target.nbytes for target in targets)
         data = memoryview(self._get(path, offset, offset + length))
         if len(data) > length:
@@ -241,7 +240,6 @@ class FsspecDriver(Session):
 
     @contextmanager
     def stream(self, path: str) -> Iterator[FileWriter]:
-        """Returns a writer that streams a file."""
         self._check_can_write(path)
         self._make_folder(path)
         remote = self._fs.open(path, "wb")
@@ -265,7 +263,6 @@ class FsspecDriver(Session):
             self._fs.rm_file(path)
 
     def delete_all(self, paths: Mapping[str, str]) -> None:
-        """Deletes one file."""
         for path in paths:
             self.delete(path)
 

@@ -311,7 +311,6 @@ def close_descriptor(descriptor: int) -> None:
 
 
 def _write_all(descriptor: int, buffers: list[memoryview]) -> int:
-    """Writes all of the buffers; returns their bytes."""
     total = 0
     while buffers:
         count = os.writev(descriptor, buffers)

@@ -53,7 +53,7 @@ from ckpt.stores.retries import (
     retry_policy,
 )
 from formats.detect import is_shard
-from formats.errors import CorruptError, GoneError, SizeError, TooLargeError
+from formats.errors import GoneError, SizeError, TooLargeError
 from formats.storage import (
     BESIDE,
     COPIED_READ_BYTES,
@@ -63,7 +63,7 @@ from formats.storage import (
     Pool,
     Reader,
 )
-from sharding.errors import cause_without_secrets, without_secrets
+from sharding.errors import cause_without_secrets
 
 T = TypeVar("T")
 
@@ -102,9 +102,6 @@ class ObjectStore(ConditionalWrites, OverNetwork):
         """The tags of files as this store has last read or written them; None of absent ones."""
         self._driver = driver
         self._policy = retry_policy() if policy is None else policy
-
-    def __str__(self) -> str:
-        return without_secrets(self.url)
 
     @property
     def driver(self) -> MultipartDriver | StreamDriver:
@@ -145,13 +142,6 @@ class ObjectStore(ConditionalWrites, OverNetwork):
 
     def folders(self) -> list[str]:
         return [found.name for found in self._listing() if not found.is_file]
-
-    def exists(self, name: str) -> bool:
-        try:
-            self._status(name)
-        except FileNotFoundError:
-            return False
-        return True
 
     def below(self) -> dict[str, ObjectInfo] | None:
         """Returns all files in the folder and below it by their paths, in one listing; or None."""
@@ -211,11 +201,6 @@ class ObjectStore(ConditionalWrites, OverNetwork):
             raise SizeError(f"{self.url}/{name}", found, size)
         return bytes(target)
 
-    def read(self, name: str, offset: int, length: int) -> bytes:
-        target = bytearray(length)
-        self.read_into(name, offset, memoryview(target))
-        return bytes(target)
-
     def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
         """Fills the buffers end to end with the bytes from `offset` on, in one request."""
         views = [target.cast("B") for target in targets if target.nbytes]
@@ -228,10 +213,7 @@ class ObjectStore(ConditionalWrites, OverNetwork):
         except PastEndError as error:
             end = offset + sum(view.nbytes for view in views)
             size = self.size(name) if error.size is None else error.size
-            raise CorruptError(
-                f"{self.url}/{name}: bytes {offset}:{end} are needed, the file ends at {size}: it "
-                "was truncated"
-            ) from error
+            raise self.truncation_error(name, offset, end, size) from error
 
     @contextmanager
     def create(
@@ -375,12 +357,6 @@ class ObjectStore(ConditionalWrites, OverNetwork):
 
     def close(self) -> None:
         """Does nothing: drivers pool their own connections."""
-
-    def __enter__(self) -> ObjectStore:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _fetch(self, name: str, offset: int, views: Sequence[memoryview]) -> int | None:
         path = self._path(name)

@@ -222,7 +222,6 @@ class Upload:
         first[: len(data)] = data
 
     def finish(self) -> None:
-        """Completes the file."""
         self._end_copied()
         last = memoryview(self._buffer)[: self._filled]
         if self._upload_id is None and self._first is None:

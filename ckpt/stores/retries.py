@@ -25,13 +25,16 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from enum import Enum
 from errno import ENOENT
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from warnings import warn
 
 from ckpt.errors import AccessDeniedError, ExistsError, StoreError, WireWarning
 from formats.errors import CorruptError
 from sharding.agreement.call_events import count_reread
 from sharding.errors import ArgumentError, without_secrets
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T")
 
@@ -167,7 +170,38 @@ class OverNetwork:
     """
 
     url: str
+    modified: Callable[[str], float]
+    read_into: Callable[..., None]
+    close: Callable[[], None]
     _has_warned = False
+
+    def __str__(self) -> str:
+        return without_secrets(self.url)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def exists(self, name: str) -> bool:
+        try:
+            self.modified(name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        target = bytearray(length)
+        self.read_into(name, offset, memoryview(target))
+        return bytes(target)
+
+    def truncation_error(self, name: str, offset: int, end: int, size: int) -> CorruptError:
+        """Returns the error for a file of `size` bytes of which bytes up to `end` are needed."""
+        return CorruptError(
+            f"{self.url}/{name}: bytes {offset}:{end} are needed, the file ends at {size}: it was "
+            "truncated"
+        )
 
     def count_reread(self, name: str, lo: int, hi: int) -> None:
         """Counts bytes that were wrong at first, and right when they were read again.

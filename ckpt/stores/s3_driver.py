@@ -168,7 +168,6 @@ class S3Driver(Session):
         return below.files
 
     def head(self, path: str) -> ObjectInfo:
-        """Returns the properties of one object."""
         try:
             head = self._do("head_object", path)
         except exceptions.ClientError as error:
@@ -243,7 +242,6 @@ class S3Driver(Session):
         return str(self._do("create_multipart_upload", path)["UploadId"])
 
     def upload_part(self, path: str, upload_id: str, number: int, data: memoryview) -> Any:
-        """Uploads one part and returns its ETag."""
         body = _Body(data)
         return self._do("upload_part", path, UploadId=upload_id, PartNumber=number, Body=body)[
             "ETag"
@@ -265,13 +263,11 @@ class S3Driver(Session):
         return answer["CopyPartResult"]["ETag"]
 
     def complete_multipart(self, path: str, upload_id: str, parts: Sequence[Any]) -> None:
-        """Makes an object of its parts."""
         listed = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(parts, 1)]
         upload = {"Parts": listed}
         self._do("complete_multipart_upload", path, UploadId=upload_id, MultipartUpload=upload)
 
     def abort_multipart(self, path: str, upload_id: str) -> None:
-        """Deletes an upload and its parts."""
         self._do("abort_multipart_upload", path, UploadId=upload_id)
 
     def list_multipart(self, folder: str) -> list[Unfinished]:
@@ -366,7 +362,6 @@ class S3Driver(Session):
         """Does nothing: a prefix has no object of its own."""
 
     def error_class(self, error: BaseException) -> ErrorClass:
-        """Returns the class of a client's error."""
         if isinstance(error, PastEndError):
             return ErrorClass.PAST_END
         if isinstance(error, _NO_CREDENTIALS):
@@ -505,16 +500,13 @@ class _Body:
         return len(self._data)
 
     def tell(self) -> int:
-        """Returns the position, for the signer."""
         return self._at
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Moves the position."""
         self._at = offset + (0, self._at, len(self._data))[whence]
         return self._at
 
     def read(self, nbytes: int | None = -1) -> memoryview:
-        """Returns the next bytes."""
         end = len(self._data) if nbytes is None or nbytes < 0 else self._at + nbytes
         part = self._data[self._at : end]
         self._at += len(part)

@@ -37,7 +37,7 @@ from ckpt.stores.http_client import (
     path_of,
 )
 from ckpt.stores.retries import OverNetwork
-from formats.errors import CorruptError, GoneError, SizeError, TooLargeError
+from formats.errors import GoneError, SizeError, TooLargeError
 from formats.storage import BESIDE, REMOTE_READ_BYTES, FileWriter
 from sharding.errors import ArgumentError, without_secrets
 
@@ -49,13 +49,9 @@ class ReadOnlyStore(OverNetwork):
     options: Mapping[str, Any]
     refusal: str
     size: Callable[[str], int]
-    read_into: Callable[..., None]
     capabilities = StoreCapabilities(
         put_if_absent=False, atomic_replace=True, hides_unfinished=True, durable=False
     )
-
-    def __str__(self) -> str:
-        return without_secrets(self.url)
 
     def arrivals(self) -> dict[str, float]:
         """Returns nothing: the server tells no times of its files."""
@@ -67,11 +63,6 @@ class ReadOnlyStore(OverNetwork):
     def tag(self, name: str) -> str:
         """Returns "": the server tells no tags."""
         return ""
-
-    def read(self, name: str, offset: int, length: int) -> bytes:
-        target = bytearray(length)
-        self.read_into(name, offset, memoryview(target))
-        return bytes(target)
 
     def read_whole(self, name: str, limit: int) -> bytes:
         size = self.size(name)
@@ -99,27 +90,22 @@ class ReadOnlyStore(OverNetwork):
         return 0
 
     def abort(self, unfinished: Unfinished) -> None:
-        """Raises StoreError."""
         self._refuse(unfinished.name)
 
     def create(
         self, name: str, rewritable: bool = False, replace: bool = True
     ) -> AbstractContextManager[FileWriter]:
-        """Raises StoreError."""
         self._refuse(name)
 
     def commit(
         self, name: str, data: bytes, replace: bool, check: Callable[[], object] | None = None
     ) -> None:
-        """Raises StoreError."""
         self._refuse(name)
 
     def delete(self, name: str) -> bool:
-        """Raises StoreError."""
         self._refuse(name)
 
     def delete_all(self, names: Sequence[str], tags: Mapping[str, str] | None = None) -> None:
-        """Raises StoreError."""
         self._refuse(names[0])
 
     def remove_if_empty(self) -> None:
@@ -174,13 +160,6 @@ class ServedStore(ReadOnlyStore):
     def folders(self) -> list[str]:
         return sorted(self._listing()[1])
 
-    def exists(self, name: str) -> bool:
-        try:
-            self._head(name)
-        except FileNotFoundError:
-            return False
-        return True
-
     def size(self, name: str) -> int:
         length = self._head(name).headers.get("content-length", "")
         if not length.isdecimal():
@@ -220,19 +199,10 @@ class ServedStore(ReadOnlyStore):
         except FileNotFoundError as error:
             raise GoneError(f"{self.url}/{name}") from error
         if size < end:
-            raise CorruptError(
-                f"{self.url}/{name}: bytes {offset}:{end} are needed, the file ends at {size}: it "
-                "was truncated"
-            )
+            raise self.truncation_error(name, offset, end, size)
 
     def close(self) -> None:
         self._client.close()
-
-    def __enter__(self) -> ServedStore:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _range(self, name: str, lo: int, *views: memoryview) -> int:
         """Fills the views if the file has these bytes. Returns the size of the file."""

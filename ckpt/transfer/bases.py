@@ -101,7 +101,6 @@ def bases_used(
 
 
 def is_as_it_was(base: str, digest: str, options: Options = None) -> bool:
-    """Returns whether the manifest of a base still has this digest."""
     return (manifest_now(base, options) or b"")[11:43] == digest.encode()
 
 

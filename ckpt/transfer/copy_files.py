@@ -539,7 +539,6 @@ class ChunkSums(TensorSums[_ChunkRun]):
         )
 
     def add(self, run: TensorRun, found: _ChunkRun) -> None:
-        """Adds the chunks of a run."""
         chunks = self._tensors.setdefault(run.tensor, _Chunks())
         chunks.records.update(enumerate(found.records, found.first))
         for at, data in found.ends:
@@ -551,7 +550,6 @@ class ChunkSums(TensorSums[_ChunkRun]):
         self.add(run, _ChunkRun(run.lo // self._chunk_bytes, records, []))
 
     def _add_end(self, chunks: _Chunks, nbytes: int, at: int, data: bytes) -> None:
-        """Adds the bytes of a part of one chunk."""
         chunk, start = divmod(at, self._chunk_bytes)
         size = min(self._chunk_bytes, nbytes - chunk * self._chunk_bytes)
         memory, missing = chunks.begun.pop(chunk, (bytearray(), size))

@@ -78,7 +78,6 @@ class Area(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
         return prod(self.shape) * self.width
 
     @property

@@ -184,7 +184,6 @@ _last_groups = keeps_last(_groups)
 
 
 def _hash_of(leaf: Leaf) -> bytes:
-    """Returns a hash of all bytes of a tensor."""
     hasher = xxhash.xxh3_64()
     for block in blocks(leaf.local, 0, leaf.local.numel(), leaf.dtype):
         hasher.update(block)

@@ -245,7 +245,6 @@ def read_call(message: bytes) -> tuple[Callable[..., ShardSummary], Any]:
 
 
 def job_message(job: WriteJob) -> bytes:
-    """Returns a job as bytes for the writer process."""
     return pickle.dumps(job)
 
 

@@ -292,7 +292,6 @@ class _Step:
         return shared
 
     def _buffers(self) -> list[object]:
-        """Returns the names of buffers."""
         names: Mapping[object, object] = {"": self._model.part().get("buffer_names") or []}
         return self._model.items(names, "")
 
@@ -431,7 +430,6 @@ def _parameter_files(reader: Reader, name: str) -> dict[str, File]:
 def _add(
     nest: Nest, file: File, name: str, key: str, shape: tuple[int, ...] | None, found: States
 ) -> None:
-    """Adds one state of a parameter."""
     nest.grow(file.pickle_bytes)
     value = file.content
     if isinstance(value, dict):

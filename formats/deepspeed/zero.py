@@ -235,7 +235,6 @@ def _state(file: File, value: object) -> dict[object, object]:
 
 
 def _add_group(partitions: _Partitions, number: int, shapes: Shapes, found: States) -> None:
-    """Adds the tensors of one group of parameters."""
     gaps = partitions.gaps(number, len(shapes))
     rows = _Rows(shapes, gaps, len(partitions.files), partitions.stage_3)
     weights = rows.lines([row[number] for row in partitions.weights])
@@ -325,7 +324,6 @@ class Segment(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Its number of elements."""
         return self.tensor.shape[0]
 
 
@@ -345,7 +343,6 @@ class Line:
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return self.starts[-1]
 
     def between(self, lo: int, hi: int) -> range:
@@ -453,7 +450,6 @@ class File:
         raise self.unlike("list", found, key)
 
     def unlike(self, kind: str, found: object, *path: object) -> FormatError:
-        """Returns the error for a value of another kind."""
         return FormatError(
             f"{self.name}: {format_path(path)} is a {type(found).__name__}, DeepSpeed "
             f"stores a {kind} "

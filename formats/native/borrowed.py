@@ -83,7 +83,6 @@ class Runs:
         self._end = place.offset + stored_bytes
 
     def pack(self) -> bytes:
-        """Returns the content of the entry."""
         return b"".join(
             RUN.pack(run.first, run.count, run.place.base, run.place.rank, run.place.offset)
             for run in self.found

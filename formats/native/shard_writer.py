@@ -273,7 +273,6 @@ class _Roots:
         return _Delta(root, self._fetch, both, bool(self._known.records[number]))
 
     def note(self, packed: _Packed) -> None:
-        """Notes the result of a chunk."""
         if packed.tried:
             self._wins = packed.root is not None
 
@@ -362,7 +361,6 @@ class _Body:
         return sum(1 << base for base in bases)
 
     def end(self, tensor: OutgoingTensor) -> None:
-        """Ends the chunks of a tensor."""
         self._counts.append(len(self.records) - self._first)
         if self._borrows or self._codec != "raw":
             self._entries.append((tensor.name, "U8", (self._stored,), self._stored))

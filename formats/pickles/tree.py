@@ -93,7 +93,6 @@ class StoragePieces:
         self._storages, self._key, self._piece = storages, key, piece
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
-        """Yields the piece if it overlaps `box`."""
         if self._piece.box & box:
             yield from self
 

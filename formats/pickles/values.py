@@ -147,7 +147,6 @@ class NumpyArray:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """The strides in elements."""
         found, step = [], 1
         for size in self.shape if self.is_fortran else reversed(self.shape):
             found.append(step)

@@ -111,7 +111,6 @@ class Header:
 
     @property
     def data_bytes(self) -> int:
-        """The length of the data section."""
         return max((entry.end for entry in self.entries.values()), default=0)
 
 
@@ -461,7 +460,6 @@ def _record(entry: Entry, true_dtype: str | None, file: str, data_offset: int) -
 
 
 def _true_shape(entry: Entry, dtype: DType, file: str) -> tuple[int, ...]:
-    """Returns the true shape of a carried tensor."""
     widened = BY_NAME[dtype.carrier].itemsize != dtype.itemsize
     shape = entry.shape[:-1] if widened else entry.shape
     if entry.dtype != dtype.carrier or entry.shape != dtype.carrier_shape(shape):

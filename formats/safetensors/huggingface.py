@@ -191,7 +191,6 @@ _Shards = dict[tuple[str, int], dict[int, str]]
 
 
 def _split_shards(names: Iterable[str], ending: str) -> tuple[_Shards, set[str]]:
-    """Returns the numbered shards, and the other names."""
     numbered = re.compile(rf"(.+)-([0-9]{{5,9}})-of-([0-9]{{5,9}}){re.escape(ending)}")
     shards: _Shards = {}
     others: set[str] = set()
@@ -555,7 +554,6 @@ def _offsets(contents: FileContents, file: str) -> Mapping[str, object]:
 
 
 def _box(record: TensorRecord, offsets: Mapping[str, object], file: str) -> Box:
-    """Returns the box of a chunk in its tensor."""
     entry = offsets.get(record.name)
     at = entry.get("saved_offsets") if isinstance(entry, dict) else [0] * len(record.shape)
     if not isinstance(at, list) or len(at) != len(record.shape):

@@ -183,7 +183,6 @@ class Clock:
                 event.waited += time.perf_counter() - began
 
     def end_stage(self, error: str) -> None:
-        """Ends the stage alone."""
         if self._observed:
             self._close(error)
 

@@ -81,12 +81,10 @@ class LocalPart:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
         return self.layout.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the tensor."""
         return self.local.dtype
 
     @property

@@ -334,7 +334,6 @@ class _Entry:
         return hi - lo
 
     def parts(self, value: torch.Tensor) -> dict[str, object]:
-        """Returns the parts of parameters in the value, by name."""
         flat = value.detach().reshape(-1)
         found: dict[str, object] = {}
         first = self.record["sharing"].index(self.record["rank"]) * self.record["shard_numel"]

@@ -627,7 +627,6 @@ def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the dimension of a mesh that shards."""
     if mesh.ndim == 1:
         return mesh
     names = mesh.mesh_dim_names

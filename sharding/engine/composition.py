@@ -196,7 +196,6 @@ class ShardGroup:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks in the default group."""
         if self.group is None:
             return [dist.get_rank()]
         ranks = dist.get_process_group_ranks(self.group)

@@ -192,7 +192,6 @@ class FlatParamGroup(ParamGroup):
         return part if self.is_divided else part.view(self.parameters[index].shape)
 
     def take_over_replaced(self) -> None:
-        """Takes over replaced parameters (rule 1)."""
         if self.whole is not None:  # the modules have no sharded parameters that could change
             return
         if not self.form.use_orig_params:
@@ -480,5 +479,4 @@ def _step_in_backward(parameter: nn.Parameter) -> None:
 
 
 def flat_param_groups(param_groups: Sequence[ParamGroup]) -> list[FlatParamGroup]:
-    """Returns the flat groups among parameter groups."""
     return [param_group for param_group in param_groups if isinstance(param_group, FlatParamGroup)]

@@ -225,7 +225,6 @@ class OrderCheck:
         return [(units[other], others[other]) for other in sorted(others)]
 
     def begin_forward(self) -> None:
-        """The root begins to run."""
         self._position = 0
 
     def end_backward(self) -> None:

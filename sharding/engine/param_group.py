@@ -176,7 +176,6 @@ class ParamGroup(ABC):
             parameter.place(parameter.sharded)
 
     def wants_gradient(self, index: int) -> bool:
-        """Whether a parameter is trained."""
         return self.parameters[index].sharded.requires_grad
 
     def places(self) -> Iterator[tuple[nn.Module, str]]:
@@ -469,7 +468,6 @@ class ParamGroup(ABC):
         self.reshard()
 
     def end_backward(self) -> None:
-        """Drops the state of a backward."""
         self.backward = BackwardState()
 
     def _replicate(self, item: Item, sums: list[torch.Tensor]) -> list[torch.Tensor]:

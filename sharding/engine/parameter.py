@@ -390,7 +390,6 @@ class ChunkPacking:
         return _end(self.slots)
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """Returns the spans of a rank: one for each slot."""
         return self._spans[rank]
 
     def cuts(self, rank: int) -> tuple[Span, ...]:
@@ -433,7 +432,6 @@ class FlatPacking:
         return self.shard_numel * self.size
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """Returns the span of a rank."""
         return ((rank * self.shard_numel, (rank + 1) * self.shard_numel),)
 
     def piece(self, index: int, rank: int) -> Span:

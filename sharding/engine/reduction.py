@@ -321,17 +321,14 @@ class Form:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
         return prod(self.rest) * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the output."""
         return sum(self.counts) * self.row_bytes
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The output's shape."""
         return (*self.rest[: self.along], sum(self.counts), *self.rest[self.along :])
 
     def rows_first(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:

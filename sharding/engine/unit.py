@@ -180,7 +180,6 @@ class Unit:
         unshard_together([self])
 
     def join(self, batch: AllGather) -> None:
-        """Adds the all-gathers of this unit to a batch."""
         self._settle()
         for param_group in self.used:
             param_group.unshard(batch)
@@ -463,7 +462,6 @@ def in_dtype(nest: T, dtype: torch.dtype) -> T:
 
 
 def on_device(nest: T, device: torch.device) -> T:
-    """Returns the nest with its tensors on a device."""
     return map_tensors(nest, lambda t: t.to(device))
 
 

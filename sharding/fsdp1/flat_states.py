@@ -257,7 +257,6 @@ def _mesh(param_group: FlatParamGroup, before: DTensorSpec | None) -> DeviceMesh
 
 
 def _join_meshes(mesh: DeviceMesh, behind: DeviceMesh) -> DeviceMesh:
-    """Returns a mesh with the dimensions of both."""
     found = side_by_side(mesh, behind) if root_mesh(mesh) == root_mesh(behind) else None
     if found is not None:
         return found
@@ -290,7 +289,6 @@ class _Given:
 
     @property
     def parts(self) -> Iterator[FlatPart]:
-        """All parts that are filled."""
         for pairs in (self.near, self.spread, self.full):
             yield from (part for part, _ in pairs)
 

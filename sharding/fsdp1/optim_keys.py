@@ -112,7 +112,6 @@ class Keyed:
         return entry_of(found) is None
 
     def key_of(self) -> dict[str, Key]:
-        """Returns the key of each name."""
         return {name: key for key, found in self.parameters.items() for name in found.names}
 
 
@@ -251,7 +250,6 @@ class SavedGroups:
         return cls(names, [options_of(group) for group in groups], group_of)
 
     def beside(self, name: str) -> Sequence[str]:
-        """Returns the names in the same group."""
         return self.names[self.group_of[name]] if name in self.group_of else ()
 
     def check_names(self, known: Keyed, first: Mapping[str, str]) -> None:

@@ -163,7 +163,6 @@ class _Plan:
 
     @classmethod
     def of(cls, known: Keyed, state: OptimState) -> _Plan:
-        """Returns this rank's state."""
         plan = cls(known)
         for key, named in known.parameters.items():
             if key not in state["state"]:

@@ -217,7 +217,6 @@ class Mesh:
 
     @property
     def lowest(self) -> int:
-        """The smallest rank."""
         return min(self.table) if self.table else self._lowest
 
     def ranks(self) -> Iterator[int]:

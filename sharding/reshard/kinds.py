@@ -204,7 +204,6 @@ class _Targets:
         return Layout(shape, over, tuple(placements))
 
     def device_mesh(self, device: torch.device) -> DeviceMesh:
-        """Returns the mesh of sharded results."""
         return self.mesh or mesh_over(self.group, device.type)
 
 

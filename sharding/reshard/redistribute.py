@@ -161,7 +161,6 @@ class _Failures:
             self.own, self.mark = error, here + 1
 
     def hear(self, marks: Iterable[torch.Tensor]) -> None:
-        """Notes the marks of messages."""
         for mark in marks:
             if not self.mark and (number := int(mark)):
                 self.mark = number
@@ -441,7 +440,6 @@ def _pad(nbytes: int) -> int:
 
 
 def _places(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yields the places of the parts in a message."""
     at = 0
     for part in parts:
         nbytes = part.numel() * part.itemsize
