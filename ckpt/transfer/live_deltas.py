@@ -138,37 +138,41 @@ def _pieces(array: Array) -> Iterator[tuple[Array, int]]:
             yield array[at : at + many], rows * each
 
 
-def _flat(piece: Array) -> Array:
-    """Returns the elements one behind the other in memory: a copy unless they lie so."""
-    return np.ascontiguousarray(piece).reshape(-1)
+def _flat(piece: Array, memory: Array) -> Array:
+    """Returns the elements one behind the other: as they lie, or copied into memory."""
+    if not piece.flags.c_contiguous:
+        copied = memory[: piece.nbytes].view(piece.dtype).reshape(piece.shape)
+        copied[...] = piece
+        piece = copied
+    return piece.reshape(-1)
 
 
-def _few_changes(first: Array, second: Array, size: int) -> Iterator[tuple[Array, Array] | None]:
+def _few_changes(xor: Array, size: int, flags: Array) -> Iterator[tuple[Array, Array] | None]:
     """Yields the distances of a block's changes, and old XOR new of each; None if there are many.
 
-    Words are compared, and the elements of those that differ, unless too many do.
+    Words are searched, and the elements of those that differ, unless too many do.
     """
-    begins, bits = range(0, first.size, size), (WORD // first.itemsize).bit_length() - 1
-    is_even = first.nbytes % WORD == 0 and first.nbytes > LITTLE_BYTES
-    xor = first.view(f"u{WORD}") ^ second.view(f"u{WORD}") if is_even else first ^ second
-    few = _places_of(xor != 0) if is_even else None
+    begins, bits = range(0, xor.size, size), (WORD // xor.itemsize).bit_length() - 1
+    is_even = xor.nbytes % WORD == 0 and xor.nbytes > LITTLE_BYTES
+    words = xor.view(f"u{WORD}") if is_even else xor
+    few = _places_of(np.not_equal(words, 0, out=flags[: words.size])) if is_even else None
     if few is None:
         for at in begins:
-            old, new = first[at : at + size], second[at : at + size]
-            found = np.flatnonzero(old != new)
-            is_few = FEW * len(found) <= len(old)
-            yield (_gaps(found), old[found] ^ new[found]) if is_few else None
+            block = xor[at : at + size]
+            is_few = FEW * np.count_nonzero(block) <= len(block)
+            found = np.flatnonzero(block) if is_few else None
+            yield None if found is None else (_gaps(found), block[found])
         return
-    places, xors = few, xor[few].view(first.dtype)
+    places, xors = few, words[few].view(xor.dtype)
     if bits:
         inside = np.flatnonzero(xors != 0)
         places, xors = _inside(few, inside, bits), xors[inside]
-    edges = np.searchsorted(places, [*begins, first.size]).tolist()
+    edges = np.searchsorted(places, [*begins, xor.size]).tolist()
     gaps = _gaps(places)
     for at, (lo, hi) in zip(begins, pairwise(edges), strict=True):
         if lo < hi:
             gaps[lo] = places[lo] - at
-        is_few = FEW * (hi - lo) <= min(size, first.size - at)
+        is_few = FEW * (hi - lo) <= min(size, xor.size - at)
         yield (gaps[lo:hi], xors[lo:hi]) if is_few else None
 
 
@@ -205,27 +209,36 @@ def make_delta(areas: Sequence[Area], old: Sequence[Array], new: Sequence[Array]
     sums: list[bytes] = []
     whole: list[bytes] = []
     compressor = zstandard.ZstdCompressor(LEVEL)
+    # Of all pieces: new memory costs more than the work in it.
+    differences, copied = np.empty((2, PIECE_BYTES), "u1")
+    flags = np.empty(PIECE_BYTES // WORD, bool)
     for area, before, after in zip(areas, old, new, strict=True):
         counts, gaps, values = [], [], []
         dense: list[bytes] = []
         pays: bool | None = None  # of the first block with many changes, for all of its area
         for (here, size), (there, _) in zip(_pieces(before), _pieces(after), strict=True):
-            first, second = _flat(here), _flat(there)
-            few = _few_changes(first, second, size)
-            for at, changes in zip(range(0, first.size, size), few, strict=True):
-                block = second[at : at + size]
-                if area.has_sums:
-                    sums.append(xxhash.xxh3_128_digest(block.data))
+            second = _flat(there, copied) if area.has_sums else None
+            target = differences[: here.nbytes].view(here.dtype).reshape(here.shape)
+            after_here = there if second is None else second.reshape(here.shape)
+            xor = np.bitwise_xor(here, after_here, out=target).reshape(-1)
+            few = _few_changes(xor, size, flags)
+            for at, changes in zip(range(0, xor.size, size), few, strict=True):
+                if second is not None:
+                    sums.append(xxhash.xxh3_128_digest(second[at : at + size].data))
                 if changes is not None:
                     counts.append(len(changes[0]))
                     gaps.append(changes[0])
                     values.append(changes[1])
                     continue
-                planes = b"" if pays is False else _planes(first[at : at + size] ^ block)
+                planes = b"" if pays is False else _planes(xor[at : at + size])
                 if pays is None:
                     pays = len(compressor.compress(planes)) <= PAYS * len(planes)
                 counts.append(ALL if pays else WHOLE)
-                (dense if pays else whole).append(planes if pays else block.tobytes())
+                if pays:
+                    dense.append(planes)
+                    continue
+                second = _flat(there, copied) if second is None else second
+                whole.append(second[at : at + size].tobytes())
         numbers.append(np.array(counts, "<u4").tobytes())
         if gaps:
             numbers += [_planes(np.concatenate(gaps)), _planes(np.concatenate(values))]
@@ -283,7 +296,7 @@ class Delta:
         values = self._take_planes(total, area.width)
         is_right, number, lo = True, 0, 0
         for (piece, size), begins in zip(pieces, starts, strict=True):
-            flat = _flat(piece)
+            flat = np.ascontiguousarray(piece).reshape(-1)
             here = slice(number, number + len(begins))
             hi = lo + sum(few[here])
             if lo < hi:
