@@ -30,4 +30,7 @@ class HuggingFaceStorageReader(CkptStorageReader):
 
 
 def __getattr__(name: str) -> object:
-    return getattr(importlib.import_module("torch.distributed.checkpoint.hf_storage"), name)
+    try:
+        return getattr(importlib.import_module("torch.distributed.checkpoint.hf_storage"), name)
+    except ImportError as error:  # an import asks this module for `__path__`
+        raise AttributeError(f"this version of torch has no {name}: {error}") from error

@@ -8,5 +8,8 @@ with suppress(ImportError):  # older versions of torch lack it
 
 
 def __getattr__(name: str) -> object:
-    theirs = importlib.import_module("torch.distributed.checkpoint.quantized_hf_storage")
-    return getattr(theirs, name)
+    try:
+        theirs = importlib.import_module("torch.distributed.checkpoint.quantized_hf_storage")
+        return getattr(theirs, name)
+    except ImportError as error:  # an import asks this module for `__path__`
+        raise AttributeError(f"this version of torch has no {name}: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -150,3 +151,14 @@ def test_a_call_without_a_place_or_with_no_dict_says_so() -> None:
         dcp.save([], checkpoint_id="x")  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="nor has torch's"):
         dcp.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("module", ["hf_storage", "quantized_hf_storage"])
+def test_a_module_that_a_version_of_torch_lacks_can_be_imported_and_says_so(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = importlib.import_module(f"ckpt.dcp.{module}")
+    monkeypatch.setitem(sys.modules, f"{PACKAGE}.{module}", None)
+    assert not hasattr(ours, "__path__")  # `from ckpt.dcp.hf_storage import ...` asks for it
+    with pytest.raises(AttributeError, match="this version of torch has no Unknown: "):
+        _ = ours.Unknown
