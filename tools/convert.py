@@ -10,7 +10,7 @@ import runpy
 import shlex
 import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from ckpt.arguments import DtypeName, FormatName, KindName
 from ckpt.display import count, printable, size
 from formats.detect import WRITTEN
+from sharding.errors import format_names
 from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import (
     MappingOption,
@@ -33,6 +34,7 @@ from tools.options import (
     by_first,
     mapping,
     mappings_of,
+    ranks_in,
 )
 from tools.text import columns, json_text, place, progress, size_of, tell, tensor_bytes
 
@@ -153,7 +155,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add(
         "--world-size",
         metavar="N",
-        type=_ranks,
+        type=ranks_in,
         help="the number of ranks, 1 or more; goes with --kind only, and has to be given for "
         "sharded and local; any format but ckpt holds full tensors of 1 rank",
     )
@@ -359,10 +361,7 @@ def _plan_lines(plan: ConversionPlan) -> Iterator[str]:
 
 
 def _format_names(names: Sequence[str]) -> str:
-    """The first few names."""
-    more = len(names) - SHOWN_LEFT_OUT
-    first = ", ".join(printable(name) for name in names[:SHOWN_LEFT_OUT])
-    return first + (f" and {more} more" if more > 0 else "")
+    return printable(format_names(names, SHOWN_LEFT_OUT))
 
 
 def dtype_pair(text: str) -> Pair:
@@ -381,13 +380,6 @@ def dtypes_of(pairs: Sequence[Pair] | None) -> dict[str, DtypeName | None]:
     return {
         pattern: None if dtype == "keep" else cast(DtypeName, dtype) for pattern, dtype in ordered
     }
-
-
-def _ranks(text: str) -> int:
-    """A number of ranks, for argparse."""
-    if not (text.isascii() and text.isdecimal() and int(text) >= 1):
-        raise ArgumentTypeError(f"{text!r} is no number of ranks; give a whole number from 1 on")
-    return int(text)
 
 
 if __name__ == "__main__":

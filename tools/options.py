@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
+from formats.limits import RANKS
 from sharding.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -221,3 +222,12 @@ def with_options(message: str, parser: ArgumentParser) -> str:
         return flag if found["text"] is None else f"{flag} {shlex.quote(found['text'])}"
 
     return _ARGUMENT.sub(option, message)
+
+
+def ranks_in(text: str) -> int:
+    """A number of ranks, for argparse."""
+    if text.isascii() and text.isdecimal() and 1 <= int(text[:12]) <= RANKS:
+        return int(text)
+    raise ArgumentTypeError(
+        f"{text!r} is no number of ranks; give a whole number from 1 to {RANKS:,}"
+    )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from ckpt.display import count, size
-from formats.limits import RANKS
 from sharding.errors import ArgumentError
 from tools.exit_codes import OF_A_READER, ExitCode, Help
-from tools.options import Option, add_storage_options, mapping
+from tools.options import Option, add_storage_options, mapping, ranks_in
 from tools.text import columns, json_text, place, size_of
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class Options:
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("url", metavar="CHECKPOINT", help="a path or URL")
-    add("--world-size", type=_world_size, required=True, metavar="N", help="the job's ranks")
+    add("--world-size", type=ranks_in, required=True, metavar="N", help="the job's ranks")
     add(
         "--mesh",
         metavar="AXES",
@@ -214,9 +213,3 @@ def _ranks(text: str | None, world_size: int) -> list[int]:
             )
         found.update(range(int(lo), int(last) + 1))
     return sorted(found)
-
-
-def _world_size(text: str) -> int:
-    if text.isascii() and text.isdecimal() and 1 <= int(text[:12]) <= RANKS:
-        return int(text)
-    raise ArgumentTypeError(f"{text!r} is no world size: a whole number of ranks, 1 to {RANKS:,}")

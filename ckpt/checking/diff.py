@@ -35,6 +35,8 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal, TypeVar
 
+import numpy as np
+
 from ckpt.checking.elements import (
     Numbers,
     Tolerance,
@@ -395,7 +397,7 @@ def _compare_description(
 
 def _values_difference(name: str, record: TensorRecord, found: Numbers) -> TensorDifference:
     elements = prod(record.shape)
-    first = tuple(_unravel(found.first, record.shape))
+    first = tuple(map(int, np.unravel_index(found.first, record.shape)))
     at = f", first at {list(first)}" if first else ""
     detail = (
         f"{found.differing} of {elements} elements differ{at}: {found.first_a} in A, "
@@ -414,12 +416,6 @@ def _values_difference(name: str, record: TensorRecord, found: Numbers) -> Tenso
         found.max_rel,
         histogram,
     )
-
-
-def _unravel(flat: int, shape: tuple[int, ...]) -> Iterator[int]:
-    for dim in range(len(shape)):
-        inner = prod(shape[dim + 1 :])
-        yield flat // inner % shape[dim]
 
 
 def compare_elements(

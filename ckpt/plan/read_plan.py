@@ -284,7 +284,7 @@ class _Cut:
                 rows = 1
             if rows < box.shape[dim]:
                 for lo in range(box.lo[dim], box.hi[dim], rows):
-                    part = _narrow(box, dim, lo, min(lo + rows, box.hi[dim]))
+                    part = box.narrow(dim, lo, min(lo + rows, box.hi[dim]))
                     yield from self.byte_ranges(
                         BoxCopy.of(source.part(part), box_copy.target.part(part))
                     )
@@ -359,13 +359,6 @@ def _widest(piece: Piece) -> int | None:
     """The dimension with the largest stride among those longer than 1."""
     dims = [dim for dim, size in enumerate(piece.box.shape) if size > 1]
     return max(dims, key=lambda dim: piece.strides[dim], default=None)
-
-
-def _narrow(box: Box, dim: int, lo: int, hi: int) -> Box:
-    return Box(
-        (*box.lo[:dim], lo, *box.lo[dim + 1 :]),
-        (*box.hi[:dim], hi, *box.hi[dim + 1 :]),
-    )
 
 
 def _flat_part(box_copy: BoxCopy, itemsize: int, lo: int, hi: int) -> BoxCopy:

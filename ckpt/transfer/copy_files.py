@@ -206,7 +206,7 @@ class FileCopier:
                 source = self.source_of(part.name)
                 most = max(1, self.sizes.span_bytes // source.record.dtype.itemsize)
                 for stored in source.record.pieces:
-                    for box in cut(stored.piece.box, most):
+                    for box in stored.piece.box.cut(most):
                         self._write_box(file, at, source, box)
             elif isinstance(part, bytes) and with_literals:
                 file.write_at(at, part)
@@ -225,23 +225,6 @@ class FileCopier:
             done = end
         if self.progress is not None:
             self.progress(nbytes)
-
-
-def cut(box: Box, most: int) -> Iterator[Box]:
-    """Yields boxes of at most `most` elements that are a box together, in row-major order.
-
-    >>> [each.shape for each in cut(Box((0, 2), (3, 6)), 8)]
-    [(2, 4), (1, 4)]
-    """
-    if box.numel <= most:
-        yield box
-        return
-    dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
-    step = max(1, most * box.shape[dim] // box.numel)
-    for at in range(box.lo[dim], box.hi[dim], step):
-        lo = (*box.lo[:dim], at, *box.lo[dim + 1 :])
-        end = min(at + step, box.hi[dim])
-        yield from cut(Box(lo, (*box.hi[:dim], end, *box.hi[dim + 1 :])), most)
 
 
 def rows_of(box: Box, shape: Shape) -> Iterator[tuple[int, int]]:

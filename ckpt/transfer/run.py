@@ -344,7 +344,7 @@ class SharedTargets:
                         return False
                     continue
             most = BLOCK_BYTES // max(a.dtype.itemsize, b.dtype.itemsize)
-            for box in blocks(piece.box, most):
+            for box in piece.box.cut(most):
                 first, second = (self._read(record, box, one.local.dtype) for record in (a, b))
                 if not np.array_equal(memory_of(first), memory_of(second)):
                     return False
@@ -424,19 +424,3 @@ def same_bytes(a: Sequence[StoredPiece], b: Sequence[StoredPiece]) -> bool | Non
             if first.digest != second.digest:
                 return False
     return True
-
-
-def blocks(box: Box, most: int) -> Iterator[Box]:
-    """Yields the parts of a box with at most so many elements: halves along the first dimension.
-
-    >>> [(one.lo, one.hi) for one in blocks(Box((0, 0), (4, 2)), 4)]
-    [((0, 0), (2, 2)), ((2, 0), (4, 2))]
-    """
-    if box.numel <= most:
-        if box:
-            yield box
-        return
-    dim = next(at for at, size in enumerate(box.shape) if size > 1)
-    middle = (box.lo[dim] + box.hi[dim]) // 2
-    yield from blocks(Box(box.lo, (*box.hi[:dim], middle, *box.hi[dim + 1 :])), most)
-    yield from blocks(Box((*box.lo[:dim], middle, *box.lo[dim + 1 :]), box.hi), most)

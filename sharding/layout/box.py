@@ -95,6 +95,26 @@ class Box:
             and all(a >= b for a, b in zip(self.hi, other.hi, strict=True))
         )
 
+    def narrow(self, dim: int, lo: int, hi: int) -> Box:
+        """Returns the box with the indices `[lo, hi)` of one dimension."""
+        return Box(
+            (*self.lo[:dim], lo, *self.lo[dim + 1 :]), (*self.hi[:dim], hi, *self.hi[dim + 1 :])
+        )
+
+    def cut(self, most: int) -> Iterator[Box]:
+        """Yields parts of at most `most` elements in row-major order; none of an empty box.
+
+        >>> [part.shape for part in Box((0, 2), (3, 6)).cut(8)]
+        [(2, 4), (1, 4)]
+        """
+        if self.numel <= most:
+            yield from (self,) if self else ()
+            return
+        dim = next(dim for dim, size in enumerate(self.shape) if size > 1)
+        step = max(1, most * self.shape[dim] // self.numel)
+        for lo in range(self.lo[dim], self.hi[dim], step):
+            yield from self.narrow(dim, lo, min(lo + step, self.hi[dim])).cut(most)
+
     def __str__(self) -> str:
         """Returns the box as a slice, as errors show it: `[0:4, 2:6]`."""
         return "[" + ", ".join(f"{lo}:{hi}" for lo, hi in zip(self.lo, self.hi, strict=True)) + "]"

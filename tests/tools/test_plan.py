@@ -154,4 +154,4 @@ def test_a_job_that_cannot_be_is_an_error_with_its_values(run, saved, arguments,
 def test_a_world_size_is_a_whole_number_of_ranks(run, saved, ranks):
     ended = run("plan", saved, "--world-size", ranks)
     assert ended.code == ExitCode.USAGE
-    assert "is no world size" in ended.err or "expected one argument" in ended.err
+    assert "is no number of ranks" in ended.err or "expected one argument" in ended.err
