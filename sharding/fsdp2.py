@@ -31,9 +31,10 @@ from sharding.engine.unit import (
     UnitPolicy,
     find_tied_group,
     free_parameters,
+    refuse_copy,
     units_of,
 )
-from sharding.errors import ArgumentError, ArgumentTypeError
+from sharding.errors import ArgumentError
 from sharding.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from sharding.torch_versions import current_accelerator
 
@@ -339,15 +340,10 @@ class FSDPModule:
         return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raises ArgumentTypeError: shards and process groups cannot be copied or pickled."""
-        raise ArgumentTypeError(
-            f"{type(self).__name__} cannot be pickled or copied: its parameters are spread over "
-            "ranks; copy the module before fully_shard, or save its state_dict()"
-        )
+        refuse_copy(cast(nn.Module, self))
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        """Raises ArgumentTypeError, for the same reason."""
-        self.__reduce_ex__(memo)
+        refuse_copy(cast(nn.Module, self))
 
 
 class UnshardHandle:

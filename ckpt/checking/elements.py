@@ -31,23 +31,6 @@ from sharding.errors import ArgumentError
 from sharding.layout import Piece, Shape, row_major
 
 _MEMORY = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
-_NUMPY = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "C64": np.complex64,
-    "C128": np.complex128,
-    "I64": np.int64,
-    "I32": np.int32,
-    "I16": np.int16,
-    "I8": np.int8,
-    "U64": np.uint64,
-    "U32": np.uint32,
-    "U16": np.uint16,
-    "U8": np.uint8,
-    "BOOL": np.uint8,
-}
-"""The dtypes that numpy has."""
 
 
 _Place: TypeAlias = tuple[Shape, Shape, int]
@@ -251,8 +234,9 @@ def _unequal(a: Array, a_dtype: DType, b: Array, b_dtype: DType) -> Array:
 
 def _numbers(raw: Array, dtype: DType) -> Array | None:
     """Returns the elements as numbers; None for a dtype without numbers."""
-    if dtype.name in _NUMPY:
-        return np.asarray(raw.view(_NUMPY[dtype.name]))
+    of_numpy = getattr(np, "uint8" if dtype.name == "BOOL" else dtype.torch_name, None)
+    if of_numpy is not None:
+        return np.asarray(raw.view(of_numpy))
     if dtype.name == "BF16":
         return np.asarray((raw.astype(np.uint32) << np.uint32(16)).view(np.float32))
     if dtype.name == "C32":

@@ -144,11 +144,7 @@ class Unit:
         """Whether the unit computes in the dtype of its shards, despite the policy."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raises ArgumentTypeError: shards and process groups cannot be pickled or copied."""
-        raise ArgumentTypeError(
-            f"{type(self.modules[0]).__name__} cannot be pickled or copied: its parameters are "
-            "spread over ranks; copy the module before it is sharded, or save its state_dict()"
-        )
+        refuse_copy(self.modules[0])
 
     def hook_state_dict(self, module: nn.Module) -> None:
         """Reshards the unit before a module's state dict is made or loaded."""
@@ -296,6 +292,14 @@ class Unit:
     def versions(self) -> list[list[int]]:
         """Returns the version counters of the shards of all groups of the unit."""
         return [param_group.versions() for param_group in self.used]
+
+
+def refuse_copy(module: nn.Module) -> NoReturn:
+    """Raises ArgumentTypeError: shards and process groups cannot be copied or pickled."""
+    raise ArgumentTypeError(
+        f"{type(module).__name__} cannot be pickled or copied: its parameters are spread over "
+        "ranks; copy the module before it is sharded, or save its state_dict()"
+    )
 
 
 def unshard_together(units: Iterable[Unit]) -> None:

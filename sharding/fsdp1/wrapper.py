@@ -22,8 +22,8 @@ from sharding.engine.flat_param_group import (
 )
 from sharding.engine.parameter import Parameter
 from sharding.engine.runtime import is_running
-from sharding.engine.unit import Unit, units_of
-from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError, TorchAssertionError
+from sharding.engine.unit import Unit, refuse_copy, units_of
+from sharding.errors import ArgumentError, MisuseError, TorchAssertionError
 from sharding.fsdp1.entry_point import (
     ENTRY_POINT,
     HYBRID,
@@ -277,15 +277,10 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         return self.module.__getitem__(key)  # type: ignore[operator]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raises ArgumentTypeError: shards and process groups cannot be copied or pickled."""
-        raise ArgumentTypeError(
-            f"{type(self).__name__} cannot be pickled or copied: its parameters are spread over "
-            "ranks; copy the module before wrapping it, or save its state_dict()"
-        )
+        refuse_copy(self)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        """Raises ArgumentTypeError, for the same reason."""
-        self.__reduce_ex__(memo)
+        refuse_copy(self)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Calls `fn` with every inner module; unshards parameters before and writes them back.
