@@ -513,7 +513,7 @@ class Target:
         if allow_loss is None:
             return Described(found, opaque, state)
         check_values(self.format, state)
-        lost = losses(source, changes, changed.catalog.tree, state, self.format)
+        lost = tuple(losses(source.catalog, changes, changed.catalog.tree, state, self.format))
         if files is not None:
             lost += check_names(source, changes, state, files)
         if not allow_loss:

@@ -228,11 +228,12 @@ def outgoing(
 
     tree: Tree = map_selected(catalog.tree, Selection.of(None, None), place)
     modules = tuple(folder for folder, _ in catalog.parts if folder)
+    added = _WRITTEN.get(catalog.format, catalog.metadata)  # of another format none is kept
     return StoredState(
         tensors,
         tree,
         aliases,
-        _keep_metadata(catalog),
+        {key: text for key, text in catalog.metadata.items() if key not in added},
         catalog.versions,
         copier=copier,
         strides=strides,
@@ -255,14 +256,6 @@ def _blocks(
 ) -> Iterator[memoryview]:
     with stream_tensors(copier, [tensors[name]]) as (alone,):
         yield from alone.blocks()
-
-
-def _keep_metadata(catalog: Catalog) -> dict[str, str]:
-    """Returns the metadata without the keys that the writer of the format added."""
-    written = _WRITTEN.get(catalog.format)
-    if written is None:
-        return {}
-    return {key: text for key, text in catalog.metadata.items() if key not in written}
 
 
 def check_located(record: TensorRecord) -> None:

@@ -77,25 +77,18 @@ def format_of(target: str, to: str | None) -> Format:
     ending = os.path.splitext(target.rstrip("/"))[1].lower()
     if ending in WRITTEN:
         return Format(WRITTEN[ending])
-    _check_ending(target)
+    if _ENDING.fullmatch(ending):
+        kind = ENDINGS.get(ending)
+        what = f"{kind}, and no such file is written" if kind else "no format that is known"
+        raise ArgumentError(
+            f"{without_secrets(target)} ends with {ending}, which is {what}; end it with "
+            f"{', '.join(WRITTEN)}, or name the folder's format (to='ckpt')"
+        )
     return Format.CKPT
 
 
 _ENDING = re.compile(r"\.[a-z][a-z0-9_]*")
 """What may be the ending of a file: `.onnx`, and not the `.5` of `step-1.5`."""
-
-
-def _check_ending(target: str) -> None:
-    """Raises ArgumentError if a name ends as a file of a format that is not written, or unknown."""
-    ending = os.path.splitext(target.rstrip("/"))[1].lower()
-    if not _ENDING.fullmatch(ending):
-        return
-    known = ENDINGS.get(ending)
-    what = "no format that is known" if known is None else f"{known}, and no such file is written"
-    raise ArgumentError(
-        f"{without_secrets(target)} ends with {ending}, which is {what}; end it with "
-        f"{', '.join(WRITTEN)}, or name the folder's format (to='ckpt')"
-    )
 
 
 def of_weights(changes: Changes, source: Source, chosen: Format) -> tuple[Changes, tuple[str, ...]]:
@@ -221,17 +214,6 @@ _MADE_ANEW = ("position_ids", "inv_freq", "masked_bias", "num_batches_tracked")
 """Endings of buffers that older files have and a model makes itself."""
 
 
-def losses(
-    source: Source, changes: Changes, tree: Tree, state: Outgoing, chosen: Format
-) -> tuple[str, ...]:
-    """Returns a line for each weight that would be lost (rule 1).
-
-    `changes` have the place of the weights, and `tree` is the source's after them, with its opaque
-    values. `state` is what is written.
-    """
-    return tuple(_losses(source.catalog, changes, tree, state, chosen))
-
-
 def check_nothing_is_lost(source: str, lost: Sequence[str]) -> None:
     """Raises UnsupportedError with all losses."""
     if lost:
@@ -273,9 +255,14 @@ def check_names(
     )
 
 
-def _losses(
+def losses(
     catalog: Catalog, changes: Changes, tree: Tree, state: Outgoing, chosen: Format
 ) -> Iterator[str]:
+    """Yields a line for each weight that would be lost (rule 1).
+
+    `changes` have the place of the weights, and `tree` is the one of `catalog` after them, with its
+    opaque values. `state` is what is written.
+    """
     is_named = bool(changes.include or changes.exclude or changes.part)
     for name, leaf in iter_leaves(tree):
         if isinstance(leaf, OpaqueValue) and leaf.tensors:

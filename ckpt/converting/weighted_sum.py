@@ -363,12 +363,9 @@ def _read(engine: RangeReader, record: TensorRecord, lo: int, hi: int) -> torch.
 
 
 def _has_sum(dtype: DType) -> bool:
-    return dtype.torch_name.startswith(("float", "bfloat", "complex")) and not _is_packed(dtype)
-
-
-def _is_packed(dtype: DType) -> bool:
-    """Whether an element has several numbers, or only an exponent."""
-    return "_x2" in dtype.torch_name or "e8m0" in dtype.torch_name
+    name = dtype.torch_name  # of some an element has several numbers, or only an exponent
+    is_one = "_x2" not in name and "e8m0" not in name
+    return name.startswith(("float", "bfloat", "complex")) and is_one
 
 
 def _sum_dtype(dtypes: Sequence[DType], in_float64: bool) -> torch.dtype:

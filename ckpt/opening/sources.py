@@ -226,8 +226,9 @@ def _of_no_format(store: Store, entries: Sequence[str], with_advice: bool) -> Ca
     files = files_of_weights(entries)
     if len(files) == 1:
         return _read_file(store, files[0])
-    content = _format_entries(entries) if entries else nothing_at(store.url)
-    text = f"{store.url}: no checkpoint here ({content})"
+    ordered = sorted(entries, key=lambda name: name.endswith("/"))
+    named = f"there are {format_names(ordered, SHOWN_NAMES)}"
+    text = f"{store.url}: no checkpoint here ({named if entries else nothing_at(store.url)})"
     if files:
         one = shlex.quote(join_url(store.url, files[0]))
         raise NotACheckpointError(f"{text}; give one of its {len(files)} files: ckpt inspect {one}")
@@ -267,11 +268,6 @@ def _catalog_of(store: Store, with_advice: bool) -> Catalog:
             "save or of one under way: see `ckpt gc`"
         )
     return kind.read(store) if kind is not None else _of_no_format(store, entries, with_advice)
-
-
-def _format_entries(entries: Sequence[str]) -> str:
-    ordered = sorted(entries, key=lambda name: name.endswith("/"))
-    return f"there are {format_names(ordered, SHOWN_NAMES)}"
 
 
 LOOKS, DEEPER_LOOKS = 8, 2
