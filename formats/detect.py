@@ -221,7 +221,7 @@ def zip_kind(names: Iterable[str]) -> Kind | None:
         return None
     if all(name.endswith(".npy") for name in found):
         return Kind("a .npz file", reader="npz:read")
-    if any(name.endswith("archive_format") for name in found):
+    if any(name.endswith(("archive_format", "serialized_exported_program.json")) for name in found):
         return Kind(
             "a program of torch.export (pt2)",
             "save its weights with torch.save(torch.export.load(path).state_dict, ...)",

@@ -22,6 +22,7 @@ from ckpt.dcp.hf_storage import HuggingFaceStorageReader
 from ckpt.dcp.storage_reader import CkptStorageReader
 from ckpt.errors import MismatchError
 from formats.errors import CorruptError, HostileError, UnsupportedError
+from tests.old_torch import needs
 
 DATA = Path(__file__).parents[1] / "data"
 TRAINER = DATA / "trainer" / "checkpoint-2"
@@ -113,6 +114,7 @@ def test_a_model_takes_the_weights_of_a_trainer_s_folder() -> None:
     assert torch.equal(named["model"][EMBEDDINGS], module.model.embed_tokens.weight)
 
 
+@needs((2, 8), "dcp.load of torch 2.6 has no no_dist=")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_dcp_s_reader_of_hugging_face_folders_reads_the_weights_of_a_trainer_s() -> None:
     weights = ckpt.read(TRAINER / "model.safetensors")

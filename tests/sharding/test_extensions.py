@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tests.old_torch import TORCH_TRAINS_ON_CPU
+from tests.old_torch import TORCH_TRAINS_ON_CPU, needs
 from tests.selection import thorough
 
 Clusters = Callable[[int], Any]
@@ -687,6 +687,7 @@ def gather_a_subclass() -> None:
     assert losses["ours"] == losses["torch"]
 
 
+@needs((2, 10), "torch's FSDP2 does not train right on a CPU before")
 def test_a_hook_may_give_a_subclass_as_with_torch(clusters: Clusters) -> None:
     clusters(2).run(gather_a_subclass)
 
