@@ -13,6 +13,7 @@ import inspect
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 import aiohttp
@@ -117,6 +118,14 @@ _BROKEN = (
 )
 _NO_CREDENTIALS = (exceptions.NoCredentialsError, exceptions.PartialCredentialsError)
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_MARKS = (
+    "ContinuationToken",
+    "KeyMarker",
+    "UploadIdMarker",
+    "VersionIdMarker",
+    "PartNumberMarker",
+)
+"""The arguments of the next page of a listing: the page before has them after `Next`."""
 
 
 class S3Driver(Session):
@@ -143,7 +152,7 @@ class S3Driver(Session):
         if not bucket:  # the list of buckets is not a folder of checkpoints
             return []
         found: list[ObjectInfo] = []
-        for page in self._pages(bucket, prefix):
+        for page in self._pages("list_objects_v2", Bucket=bucket, Prefix=prefix, Delimiter="/"):
             for entry in page.get("CommonPrefixes", ()):
                 name = entry["Prefix"][len(prefix) :].rstrip("/")
                 found.append(ObjectInfo(name, False, 0, 0.0))
@@ -158,7 +167,7 @@ class S3Driver(Session):
         if not bucket:
             return []
         below, more = Below(), True
-        for page in self._pages(bucket, prefix, ""):
+        for page in self._pages("list_objects_v2", Bucket=bucket, Prefix=prefix):
             if not more:
                 return None
             keys = [(entry["Key"][len(prefix) :], entry) for entry in page.get("Contents", ())]
@@ -273,19 +282,14 @@ class S3Driver(Session):
     def list_multipart(self, folder: str) -> list[Unfinished]:
         """Lists the multipart uploads anywhere below a prefix."""
         bucket, prefix = self._folder(folder)
-        found = []
-        following = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
-        arguments: dict[str, Any] = {}
-        while True:
-            page = self._call("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **arguments)
+        found, page = [], dict[str, Any]()
+        for page in self._pages("list_multipart_uploads", Bucket=bucket, Prefix=prefix):
             for entry in page.get("Uploads", ()):
                 name = entry["Key"][len(prefix) :]
                 found.append(Unfinished(name, entry["Initiated"].timestamp(), entry["UploadId"]))
-            if not page.get("IsTruncated"):
-                return found
-            arguments = {key: page[after] for key, after in following.items() if page.get(after)}
-            if not arguments:
-                raise OSError("the server has more uploads, and does not tell where they begin")
+        if page.get("IsTruncated"):
+            raise OSError("the server has more uploads, and does not tell where they begin")
+        return found
 
     def old_versions(self, folder: str) -> tuple[int, int]:
         """Returns the number of versions below a prefix that are not current, and their bytes.
@@ -295,28 +299,16 @@ class S3Driver(Session):
         bucket, prefix = self._folder(folder)
         if not self._call("get_bucket_versioning", Bucket=bucket).get("Status"):
             return 0, 0
-        following = {"KeyMarker": "NextKeyMarker", "VersionIdMarker": "NextVersionIdMarker"}
-        arguments: dict[str, Any] = {}
-        found: list[int] = []
-        for _ in range(VERSION_PAGES):
-            page = self._call("list_object_versions", Bucket=bucket, Prefix=prefix, **arguments)
-            old = (version for version in page.get("Versions", ()) if not version["IsLatest"])
-            found += [int(version["Size"]) for version in old]
-            arguments = {key: page[after] for key, after in following.items() if page.get(after)}
-            if not page.get("IsTruncated") or not arguments:
-                break
-        return len(found), sum(found)
+        pages = self._pages("list_object_versions", Bucket=bucket, Prefix=prefix)
+        every = (one for page in islice(pages, VERSION_PAGES) for one in page.get("Versions", ()))
+        sizes = [int(version["Size"]) for version in every if not version["IsLatest"]]
+        return len(sizes), sum(sizes)
 
     def multipart_bytes(self, path: str, upload_id: str) -> int:
         """Returns the bytes of the parts of an upload, one request for a thousand parts."""
-        total = 0
-        arguments: dict[str, Any] = {}
-        while True:
-            page = self._do("list_parts", path, UploadId=upload_id, **arguments)
-            total += sum(int(part["Size"]) for part in page.get("Parts", ()))
-            if not page.get("IsTruncated") or not page.get("NextPartNumberMarker"):
-                return total
-            arguments = {"PartNumberMarker": page["NextPartNumberMarker"]}
+        bucket, key = self._split(path)
+        pages = self._pages("list_parts", Bucket=bucket, Key=key, UploadId=upload_id)
+        return sum(int(part["Size"]) for page in pages for part in page.get("Parts", ()))
 
     def delete(self, path: str, tag: str = "") -> None:
         """Deletes an object, if it exists; with `tag`, if this is its ETag."""
@@ -406,16 +398,15 @@ class S3Driver(Session):
         bucket = "" if path.startswith("/") else self._fs.split_path(path)[0]
         return bucket, path[len(bucket) + 1 :]
 
-    def _pages(self, bucket: str, prefix: str, delimiter: str = "/") -> Iterator[Any]:
+    def _pages(self, method: str, **arguments: Any) -> Iterator[Any]:
         """Yields the pages of a listing. A page is requested when it is asked for."""
-        ask = partial(self._call, "list_objects_v2", Bucket=bucket, Prefix=prefix)
-        if delimiter:
-            ask = partial(ask, Delimiter=delimiter)
-        page = ask()
-        yield page
-        while page.get("IsTruncated") and page.get("NextContinuationToken"):
-            page = ask(ContinuationToken=page["NextContinuationToken"])
+        more: dict[str, Any] = {}
+        while True:
+            page = self._call(method, **arguments, **more)
             yield page
+            more = {mark: page[f"Next{mark}"] for mark in _MARKS if page.get(f"Next{mark}")}
+            if not page.get("IsTruncated") or not more:
+                return
 
     def _do(
         self,
