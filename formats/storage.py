@@ -12,7 +12,7 @@ A system may also refuse a thread at any time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from threading import Lock
@@ -101,27 +101,6 @@ def memory_name(reader: Reader) -> str:
     Readers with memory of one name see the same bytes.
     """
     return str(getattr(reader, "memory_name", ""))
-
-
-def cache_name(reader: Reader, files: Collection[str]) -> str:
-    """Returns the name of the page cache with these files as they are now; empty if unknown.
-
-    Readers of one name see the same bytes, and `map_range` gives them where they lie. A write to
-    one of the files changes the name.
-    """
-    name: Callable[[Collection[str]], str] | None = getattr(reader, "cache_name", None)
-    return "" if name is None else name(files)
-
-
-def map_range(
-    reader: Reader, name: str, offset: int, length: int
-) -> AbstractContextManager[memoryview] | None:
-    """Returns bytes of a file of a page cache (`cache_name`), valid in the block of a `with`.
-
-    None if the system maps them not; `read_into` reads them then.
-    """
-    maps: Lends = getattr(reader, "map_range")  # noqa: B009 - beyond the protocol
-    return maps(name, offset, length)
 
 
 def read_again(

@@ -56,7 +56,7 @@ from ckpt.transfer.run import SharedTargets
 from formats.catalog import Catalog
 from formats.joined import under
 from formats.native.shard import Progress
-from formats.storage import LOCAL_READ_BYTES, REMOTE_READ_BYTES, cache_name, memory_name
+from formats.storage import LOCAL_READ_BYTES, REMOTE_READ_BYTES, memory_name
 from sharding.agreement.ranks import HASH_BITS, Ranks, result_or_error
 from sharding.describe.describing import describe
 from sharding.errors import without_secrets
@@ -313,8 +313,7 @@ def _match(
     plans, failure = result_or_error(partial(matched.plan, ranks, False))
     if plans is None:
         return replace(matched, failure=failure)
-    share = _check_share(ranks, source, fitted, plans, options)
-    return replace(matched, plans=plans, share=share)
+    return replace(matched, plans=plans, share=_check_share(ranks, source, fitted, options))
 
 
 class KeptMatch:
@@ -466,24 +465,15 @@ def is_far_live(store: Store) -> bool:
     return is_live(store.url) and store.read_bytes > LOCAL_READ_BYTES
 
 
-def _check_share(
-    ranks: Ranks, source: Source, found: Match, plans: Plans, options: LoadOptions
-) -> CheckShare:
+def _check_share(ranks: Ranks, source: Source, found: Match, options: LoadOptions) -> CheckShare:
     """Returns the checksums that this rank compares if all ranks divide them alike.
 
     A rank that leaves out unchanged chunks does not see all that it would have to compare.
     """
-    if ranks.is_single_process or not options.verify or options.unchanged not in ("auto", "read"):
+    memory = "" if ranks.is_single_process else memory_name(source.store)
+    if not memory or not options.verify or options.unchanged not in ("auto", "read"):
         return NOTHING_SHARED
-    store, memory = source.store, memory_name(source.store)
-    if not memory and not hasattr(store, "cache_name"):
-        return NOTHING_SHARED
-    share = check_share(memory, found.items, source.catalog, ranks.mesh, ranks.global_rank)
-    if memory or share is NOTHING_SHARED:
-        return share
-    requests = plans.tensors.requests
-    files = sorted({request.extent.file for request in requests if request.name in share.periods})
-    return share.in_cache(files, cache_name(store, files))
+    return check_share(memory, found.items, source.catalog, ranks.mesh, ranks.global_rank)
 
 
 def _are_exchanged(replicas: str, source: Source) -> bool:

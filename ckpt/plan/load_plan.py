@@ -17,10 +17,9 @@ Rules:
 4. Exchanges and scatter rounds follow from names, layouts and sizes alone, so ranks that want the
    same plan the same. `LoadPlan.fingerprint` tells whether they did.
 
-Ranks on the host of a live state map its memory, and ranks on the host of a folder have one page
-cache (decision 050). Where each of them reads every chunk of a tensor, as for columns of a matrix
-or for replicas, they divide the comparison of its checksums: no rank returns from a load before all
-ranks have compared their shares.
+Ranks on the host of a live state map its memory. Where each of them reads every chunk of a tensor,
+as for columns of a matrix or for replicas, they divide the comparison of its checksums: no rank
+returns from a load before all ranks have compared their shares.
 
 5. A comparison is divided if the target cuts none of the tensor's first dimensions, the checkpoint
    cuts none of the others, and all ranks hold elements of it. A *period* is the bytes of all
@@ -35,7 +34,7 @@ ranks have compared their shares.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
 from typing import NamedTuple
@@ -50,7 +49,7 @@ from ckpt.plan.read_plan import (
     groups_of,
     requests_for,
 )
-from ckpt.plan.scatter_plan import SHORT_BYTES, Scatter, ScatterRound, TensorMove, positions
+from ckpt.plan.scatter_plan import Scatter, ScatterRound, TensorMove, positions
 from formats.catalog import Catalog, Chunks, Extent, StoredPiece, TensorRecord
 from formats.dtypes import DType
 from sharding.layout import (
@@ -415,17 +414,6 @@ class CheckShare:
     """By the target's names: the period in bytes (rule 1)."""
     fingerprint: int = 0
     """64 bits, equal on ranks that divide the same tensors alike; 0 without any."""
-    files: tuple[str, ...] = ()
-    """The files of these tensors, if they lie in a page cache."""
-    cache: str = ""
-    """The name of this page cache (`formats.storage.cache_name`)."""
-
-    def in_cache(self, files: Iterable[str], cache: str) -> CheckShare:
-        """Returns this share of files in a page cache; of nothing if that has no name."""
-        if not cache:
-            return NOTHING_SHARED
-        fingerprint = xxhash.xxh3_64_intdigest(f"{self.fingerprint} {cache}".encode())
-        return replace(self, fingerprint=fingerprint, files=tuple(files), cache=cache)
 
     def runs(self, name: str, chunks: Chunks, first: int, nbytes: int) -> Iterator[tuple[int, int]]:
         """Yields the ranges that this rank compares of the stored chunks from `first` on.
@@ -460,8 +448,6 @@ def check_share(
     hasher = xxhash.xxh3_64(memory.encode())
     for item in items:
         record, layout = catalog.tensors[item.source], item.layout
-        if record.nbytes <= SHORT_BYTES:  # one chunk
-            continue
         if layout not in known:
             known[layout] = _whole_dims(layout, everyone, copies), f"{layout.mesh!r} {layout}"
         dims, text = known[layout]

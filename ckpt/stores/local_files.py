@@ -14,8 +14,7 @@ import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from mmap import ALLOCATIONGRANULARITY, PROT_READ, mmap
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckpt.errors import AccessDeniedError, CkptError, StoreError
@@ -242,41 +241,6 @@ def _open(path: str, shown: str) -> int:
     os.close(descriptor)
     raise HostileError(f"{shown}: a folder, pipe or device is in place of a file")
 
-
-def map_pages(
-    descriptor: int, offset: int, length: int
-) -> AbstractContextManager[memoryview] | None:
-    """Returns bytes of a file as they lie in the system's page cache; None if it maps them not.
-
-    The system reads the pages before this returns: a disk that fails, or a file that is too short,
-    is seen by the read that follows. Only a file that becomes shorter in the block of the `with`
-    ends the process.
-    """
-    begin = offset // ALLOCATIONGRANULARITY * ALLOCATIONGRANULARITY
-    try:
-        memory = mmap(descriptor, offset - begin + length, prot=PROT_READ, offset=begin)
-    except (OSError, ValueError):
-        return None
-    try:
-        memory.madvise(_MADV_POPULATE_READ)
-    except (OSError, AttributeError):  # other systems, or Linux before 5.14
-        memory.close()
-        return None
-    return _lend(memory, offset - begin)
-
-
-@contextmanager
-def _lend(memory: mmap, begin: int) -> Iterator[memoryview]:
-    view = memoryview(memory)[begin:]
-    try:
-        yield view
-    finally:
-        with suppress(BufferError):  # an error keeps parts of it for a while
-            view.release()
-            memory.close()
-
-
-_MADV_POPULATE_READ = 22  # <linux/mman.h>
 
 IO_VECTORS = 1024
 """The largest number of buffers of one call: the kernel's limit."""

@@ -25,11 +25,10 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from time import perf_counter
 
 from ckpt.errors import ExistsError, StoreError
 from ckpt.stores.driver import Start, StoreCapabilities, Unfinished
@@ -41,7 +40,6 @@ from ckpt.stores.local_files import (
     disk_error,
     explained_on_disk,
     folder_start,
-    map_pages,
     plain,
 )
 from ckpt.stores.retries import UnflushedError
@@ -59,11 +57,6 @@ NO_HARD_LINKS = (
 )
 """The errors of file systems that make no hard links. There the store renames the file: without
 `replace` by a call of Linux that replaces nothing, or else it looks just before the rename."""
-
-MAP_TRIES = 8
-MAP_BYTES_PER_SECOND = 12e9
-"""File systems with large folios (ext4 from Linux 6.16 on, XFS) map two to fifty times as much. A
-tmpfs maps 8 GB/s, and copies 10 GB/s into the processor's cache."""
 
 DISK_S_OWN = "lost+found"
 """The folder at the root of ext4, which only root may read."""
@@ -88,9 +81,6 @@ class LocalStore:
         paths that are text take less time than those of `pathlib`."""
         self._files = OpenFiles(self._below, self.url)
         self._held: int | None = None
-        self._maps = 0
-        self._map_speed = 0.0
-        """The best speed of the mappings so far, in bytes per second."""
 
     @cached_property
     def _folder(self) -> Path:
@@ -234,41 +224,6 @@ class LocalStore:
                             "truncated"
                         )
                     at, view = at + count, view[count:]
-
-    def cache_name(self, files: Collection[str]) -> str:
-        """Returns a text of this machine since its start, the files and their last writes.
-
-        Empty if a file cannot be mapped: processes may then see different bytes of it.
-        """
-        try:
-            found: list[object] = [Path("/proc/sys/kernel/random/boot_id").read_text()]
-        except OSError:
-            return ""
-        for name in sorted(files):
-            with self._files.reading(name, is_known=True) as descriptor:
-                status = os.fstat(descriptor)
-                first = map_pages(descriptor, 0, min(status.st_size, 1))
-                if first is None:
-                    return ""
-                with first:
-                    found.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
-        return str(found)
-
-    def map_range(
-        self, name: str, offset: int, length: int
-    ) -> AbstractContextManager[memoryview] | None:
-        """Returns bytes in the page cache, as `formats.storage.map_range` does.
-
-        None, too, where a mapping takes about as long as a copy: page by page, as in a tmpfs.
-        """
-        if self._maps > MAP_TRIES and self._map_speed < MAP_BYTES_PER_SECOND:
-            return None
-        with self._files.reading(name, is_known=True) as descriptor:
-            begin = perf_counter()
-            lent = map_pages(descriptor, offset, length)
-            self._map_speed = max(self._map_speed, length / (perf_counter() - begin))
-        self._maps += 1
-        return lent
 
     @contextmanager
     def create(

@@ -58,15 +58,7 @@ from ckpt.transfer.record_sums import ChangedOnTheWayError, Part, RecordSums, Ve
 from formats.catalog import Chunk, Extent
 from formats.errors import CorruptError
 from formats.native.shard import Progress
-from formats.storage import (
-    LOCAL_READ_BYTES,
-    Pool,
-    Reader,
-    in_place,
-    map_range,
-    memory_name,
-    read_again,
-)
+from formats.storage import LOCAL_READ_BYTES, Pool, Reader, in_place, memory_name, read_again
 from formats.zip_plan import crc32
 
 if TYPE_CHECKING:
@@ -356,10 +348,7 @@ class RangeReader:
         """Reads, verifies and places one group."""
         first, targets = group[0], call.targets
         lo, hi = first.lo, max(byte_range.hi for byte_range in group)
-        if self._share.files and all(map(self._is_mapped, group)):
-            lent = map_range(self.reader, first.file, lo, hi - lo)
-        else:
-            lent = in_place(self.reader, first.file, lo, hi - lo)
+        lent = in_place(self.reader, first.file, lo, hi - lo)
         if lent is not None:
             with lent as stored:
                 for byte_range in group:
@@ -374,10 +363,6 @@ class RangeReader:
             )
         else:
             self._do_copied(group, call)
-
-    def _is_mapped(self, byte_range: ByteRange) -> bool:
-        """Whether a rank that compares a part of these bytes copies its own ones from the cache."""
-        return not byte_range.direct and byte_range.request.name in self._share.periods
 
     def _do_copied(self, group: list[ByteRange], call: _Call) -> None:
         """Reads one group into targets and scratch memory, verifies and places it."""

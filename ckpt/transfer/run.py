@@ -24,7 +24,7 @@ Their records are compared before the load changes any of them:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -53,9 +53,9 @@ from ckpt.state.memory import copy_in_range, empty_for, is_conj_or_neg, memory_o
 from ckpt.transfer.read import RangeReader, ReadPolicy, Unchanged, read_requests
 from ckpt.transfer.record_sums import RecordSums, Verify, run_twice
 from formats.catalog import Catalog, StoredPiece, TensorRecord
-from formats.errors import FormatError, GoneError, UnsupportedError
+from formats.errors import FormatError, UnsupportedError
 from formats.native.shard import Progress
-from formats.storage import Reader, cache_name
+from formats.storage import Reader
 from sharding.agreement.ranks import result_or_error
 from sharding.errors import ArgumentError, describe_error
 from sharding.layout import Box, Piece
@@ -120,19 +120,6 @@ class LoadRun:
         """
         with half_loaded(self.touched):
             run_twice(lambda: self._read_all(plan, source, stage_bytes), source.sums)
-
-    def check_cache(self, source: FileSource) -> None:
-        """Raises ReplacedLoadError if a file has changed whose checksums the ranks divide.
-
-        A rank may have compared other bytes of it than another rank has copied.
-        """
-        share = source.policy.share
-        with half_loaded(self.touched):
-            if share.files and _cache_name(source.reader, share.files) != share.cache:
-                raise ReplacedError(
-                    f"{source.reader.url}: another program has written to one of {share.files} "
-                    "while the ranks read it: load again"
-                )
 
     def _read_all(self, plan: LoadPlan, source: FileSource, stage_bytes: int) -> None:
         ranges = fresh = source.range_reader()
@@ -289,13 +276,6 @@ class FileSource:
         """
         unchanged = self.policy.unchanged if unchanged is None else unchanged
         return RangeReader(self.reader, self.sums, replace(self.policy, unchanged=unchanged))
-
-
-def _cache_name(reader: Reader, files: Collection[str]) -> str:
-    try:
-        return cache_name(reader, files)
-    except GoneError:  # deleted since it was read
-        return ""
 
 
 def _rows(local: torch.Tensor, stage: Stage, into: torch.Tensor) -> torch.Tensor:

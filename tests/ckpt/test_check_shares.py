@@ -1,32 +1,18 @@
-"""Ranks that read the same memory divide the checksums: each damage is found by one of them.
-
-The memory of these tests is the page cache; that of a live state is divided alike.
-"""
+"""Ranks that read the same memory divide the checksums: each damage is found by one of them."""
 
 from __future__ import annotations
 
-import os
-import re
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard as Columns
-from torch.distributed.tensor import distribute_tensor
 
-import ckpt
 from ckpt.opening.sources import Source, open_source
 from ckpt.plan.load_plan import NOTHING_SHARED, CheckShare, LoadItem, check_share
 from ckpt.plan.read_plan import requests_for
 from ckpt.transfer.read import ReadPolicy, bytes_of, read_requests
 from formats.errors import CorruptError
-from formats.storage import cache_name
 from sharding.layout import Layout, Mesh, Placement, Replicate, Shard, StridedShard
 from tests.ckpt.test_reshard_in_process import save
 
@@ -53,11 +39,7 @@ def layouts(way: str) -> dict[str, Layout]:
 def shares(source: Source, wanted: dict[str, Layout]) -> list[CheckShare]:
     """The share of each rank."""
     items = [LoadItem(name, name, 0, one, one.shape, True) for name, one in wanted.items()]
-    found = [check_share("", items, source.catalog, WORLD, rank) for rank in range(4)]
-    files = {one.extent.file for record in source.catalog.tensors.values() for one in record.pieces}
-    cache = cache_name(source.store, files)
-    assert cache, "this system maps no files"
-    return [one.in_cache(files, cache) if one.periods else one for one in found]
+    return [check_share("memory", items, source.catalog, WORLD, rank) for rank in range(4)]
 
 
 def finds(source: Source, name: str, layout: Layout, rank: int, share: CheckShare) -> bool:
@@ -140,63 +122,3 @@ def test_ranks_that_divide_other_tensors_have_other_fingerprints(tmp_path: Path)
         some = dict(list(columns.items())[:2])
         prints = [shares(source, one)[0].fingerprint for one in (columns, replicas, some)]
         assert len({*prints, 0}) == 4
-
-
-def state(dim: int, value: int) -> dict[str, torch.Tensor]:
-    """A tensor of eight chunks a rank, cut along one dimension."""
-    whole = torch.arange(256 * 1024, dtype=torch.int32).reshape(256, 1024) * value
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return {"w": distribute_tensor(whole, mesh, [Columns(dim)], src_data_rank=None)}
-
-
-def save_rows(folder: str) -> None:
-    ckpt.save(folder, state(0, 1))
-
-
-def load_columns(folder: str, writes: int = 0) -> tuple[str, str, int]:
-    """The error of a load that rank 0 disturbs by so many writes, and the bytes that it read."""
-    target, read = state(1, 0), [0]
-    own = target["w"].to_local()
-
-    def progress(nbytes: int) -> None:
-        read[0] += nbytes
-        if dist.get_rank() == 0 and read[0] <= writes * own.nbytes:
-            for path in Path(folder).glob("*.safetensors"):
-                os.utime(path, ns=(0, time.time_ns()))
-
-    try:
-        ckpt.load(folder, target, progress=progress)
-    except (ckpt.PartialLoadError, ckpt.RankError) as error:
-        return type(error).__name__, str(error), read[0]
-    assert torch.equal(own, state(1, 1)["w"].to_local())
-    return "", "", read[0] // own.nbytes
-
-
-def test_damage_that_one_rank_compares_is_an_error_on_all_that_names_tensor_and_bytes(
-    clusters: Callable, tmp_path: Path
-) -> None:
-    ranks = clusters(2)
-    ranks.run(save_rows, str(tmp_path))
-    assert ranks.run(load_columns, str(tmp_path)) == [("", "", 1)] * 2
-    path = sorted(tmp_path.glob("*.safetensors"))[1]
-    start = 8 + int.from_bytes(path.read_bytes()[:8], "little")
-    for chunk, finder in ((0, 0), (6, 1)):  # the last one, 7, belongs to both
-        at = start + chunk * (64 << 10) + 77
-        flip(path, at)
-        ends = ranks.run(load_columns, str(tmp_path))
-        flip(path, at)
-        assert [ends[finder][0], ends[1 - finder][0]] == ["DamagedLoadError", "RankError"]
-        for _, message, _ in ends:
-            lo, hi = map(int, re.findall(rf"{path.name}: w: bytes (\d+):(\d+)", message)[0])
-            assert lo <= at < hi
-
-
-def test_a_file_that_changes_while_ranks_divide_its_checksums_is_loaded_again(
-    clusters: Callable, tmp_path: Path
-) -> None:
-    ranks = clusters(2)
-    ranks.run(save_rows, str(tmp_path))
-    assert ranks.run(load_columns, str(tmp_path), 1) == [("", "", 2)] * 2
-    ends = ranks.run(load_columns, str(tmp_path), 100)
-    assert {kind for kind, _, _ in ends} <= {"ReplacedLoadError", "RankError"}
-    assert all("another program has written to" in message for _, message, _ in ends)
