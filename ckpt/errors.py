@@ -320,14 +320,14 @@ def _most_by_one_rename(missing: Sequence[str], unexpected: Set[str]) -> tuple[d
     >>> _most_by_one_rename(["m.out.w"], {"m.fc.w", "m.in.w"})
     ({}, 0)
     """
-    found: dict[tuple[str, str], int] = {}
+    numbers: dict[tuple[str, str], int] = {}
     for first in missing[:SHOWN_DIFFERENCES]:
         for old, new in _likely(first, unexpected):
-            if (old, new) not in found:
+            if (old, new) not in numbers:
                 after = {_after(name, old, new) for name in unexpected if name.startswith(old)}
-                found[old, new] = len(after & {*missing})
-    most = max(found.values(), default=0)
-    best = sorted((old, new) for (old, new), number in found.items() if number == most)
+                numbers[old, new] = len(after & {*missing})
+    most = max(numbers.values(), default=0)
+    best = sorted((old, new) for (old, new), number in numbers.items() if number == most)
     # A prefix that one side lacks is a sure sign; a part with another name is one if nothing else
     # comes into question.
     best = [pair for pair in best if not all(pair)] or best
@@ -338,7 +338,7 @@ def _most_by_one_rename(missing: Sequence[str], unexpected: Set[str]) -> tuple[d
 
 def _likely(first: str, unexpected: Set[str]) -> list[tuple[str, str]]:
     """Returns the prefixes, old and new, of the names that are most like a missing one."""
-    parts, found = first.split("."), []
+    parts, likely = first.split("."), []
     for name in sorted(unexpected):
         others = name.split(".")
         pairs = [one == two for one, two in zip(reversed(parts), reversed(others), strict=False)]
@@ -346,8 +346,8 @@ def _likely(first: str, unexpected: Set[str]) -> list[tuple[str, str]]:
         if behind:
             old, new = others[:-behind], parts[:-behind]
             before = sum(one == two for one, two in zip(old, new, strict=False))
-            found.append((-behind - before, ".".join(old), ".".join(new)))
-    return [(old, new) for _, old, new in sorted(found)[:SHOWN_DIFFERENCES]]
+            likely.append((-behind - before, ".".join(old), ".".join(new)))
+    return [(old, new) for _, old, new in sorted(likely)[:SHOWN_DIFFERENCES]]
 
 
 DifferenceKind = Literal["missing", "unexpected", "shape", "dtype", "structure", "pattern"]

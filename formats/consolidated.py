@@ -99,14 +99,14 @@ def _tensor(name: str, parts: Sequence[Catalog]) -> TensorRecord:
 
 def _move(pieces: Pieces, lo: tuple[int, ...]) -> list[StoredPiece]:
     """Returns pieces whose boxes begin at `lo`."""
-    found = []
+    moved = []
     for piece, extent in pieces:
         box = Box(
             tuple(a + b for a, b in zip(piece.box.lo, lo, strict=True)),
             tuple(a + b for a, b in zip(piece.box.hi, lo, strict=True)),
         )
-        found.append(StoredPiece(Piece(box, piece.at, piece.strides), extent))
-    return found
+        moved.append(StoredPiece(Piece(box, piece.at, piece.strides), extent))
+    return moved
 
 
 def _dim(name: str, part: Catalog) -> int | None:

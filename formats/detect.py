@@ -216,22 +216,24 @@ def files_of_weights(entries: Iterable[str]) -> list[str]:
 
 def zip_kind(names: Iterable[str]) -> Kind | None:
     """Returns the kind of a zip by the names of its records; None for a zip of torch.save."""
-    found = list(names)
-    if any(name.endswith("/data.pkl") for name in found):
+    inside = list(names)
+    if any(name.endswith("/data.pkl") for name in inside):
         return None
-    if all(name.endswith(".npy") for name in found):
+    if all(name.endswith(".npy") for name in inside):
         return Kind("a .npz file", reader="npz:read")
-    if any(name.endswith(("archive_format", "serialized_exported_program.json")) for name in found):
+    if any(
+        name.endswith(("archive_format", "serialized_exported_program.json")) for name in inside
+    ):
         return Kind(
             "a program of torch.export (pt2)",
             "save its weights with torch.save(torch.export.load(path).state_dict, ...)",
         )
-    if any(name.endswith(("model.weights.h5", "metadata.json")) for name in found):
+    if any(name.endswith(("model.weights.h5", "metadata.json")) for name in inside):
         return Kind("a .keras file", "unzip it: model.weights.h5 has the weights, in HDF5")
-    if any(name.startswith("META-INF/") or name.endswith(".dist-info/METADATA") for name in found):
+    if any(name.startswith("META-INF/") or name.endswith(".dist-info/METADATA") for name in inside):
         return Kind("a package of Java or Python", "give a file of weights")
     return Kind(
-        f"a zip of other files ({', '.join(found[:3])})", "unzip it, and give the files in it"
+        f"a zip of other files ({', '.join(inside[:3])})", "unzip it, and give the files in it"
     )
 
 

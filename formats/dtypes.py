@@ -171,10 +171,10 @@ def dtype_named(name: str, where: str) -> DType:
 
 def dtype_of_torch(name: str, where: str) -> DType:
     """Returns the dtype with this torch name (`bfloat16`, `torch.bfloat16`)."""
-    found = BY_TORCH_NAME.get(name.removeprefix("torch."))
-    if found is None:
+    dtype = BY_TORCH_NAME.get(name.removeprefix("torch."))
+    if dtype is None:
         raise UnsupportedError(
             f"{where}: a tensor of dtype {name} cannot be stored; known are "
             + ", ".join(BY_TORCH_NAME)
         )
-    return found
+    return dtype

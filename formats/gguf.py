@@ -197,12 +197,14 @@ def read_split(reader: Reader) -> Catalog:
             `read`.
     """
     present = [name for name in reader.names() if name.endswith(".gguf")]
-    found = [match for name in present if (match := SPLIT.fullmatch(name))]
-    names = [match[0] for match in sorted(found, key=lambda match: int(match[2]))]
-    if len({(match[1], match[3]) for match in found}) > 1:
+    splits = [match for name in present if (match := SPLIT.fullmatch(name))]
+    names = [match[0] for match in sorted(splits, key=lambda match: int(match[2]))]
+    if len({(match[1], match[3]) for match in splits}) > 1:
         raise FormatError(f"{reader.url}: files of several models: {', '.join(names[:4])}")
-    if len(names) != int(found[0][3]):
-        raise FormatError(f"{reader.url}: of {found[0][3]} files only {', '.join(names)} are there")
+    if len(names) != int(splits[0][3]):
+        raise FormatError(
+            f"{reader.url}: of {splits[0][3]} files only {', '.join(names)} are there"
+        )
     parts = [read(reader, name) for name in names]
     trees: list[dict[Key, Tree]] = [{name: TensorRef(name) for name in p.tensors} for p in parts]
     first = parts[0].tree.get(GGUF) if isinstance(parts[0].tree, dict) else None
@@ -406,17 +408,17 @@ def _tensors(
     entries: list[_Entry], start: int, align: int, header: _Header
 ) -> dict[str, TensorRecord]:
     """Returns the tensors, after the check that they lie in the file and share no bytes."""
-    found: dict[str, TensorRecord] = {}
+    tensors: dict[str, TensorRecord] = {}
     spans = [(start, start, "the header")]
     for entry in entries:
         dtype, shape = entry.stored
         extent = Extent(header.file, start + entry.offset, dtype.nbytes(shape))
         check_inside(f"{entry.name!r:.200}", extent, header.size)
-        if entry.name in found:
+        if entry.name in tensors:
             raise FormatError(f"{header.file}: two tensors are named {entry.name!r:.200}")
         piece = Piece.packed(Box.whole(shape))
         pieces = PieceTable([StoredPiece(piece, extent)] if piece.box else [])
-        found[entry.name] = TensorRecord(entry.name, shape, dtype, pieces)
+        tensors[entry.name] = TensorRecord(entry.name, shape, dtype, pieces)
         if extent.nbytes:
             spans.append((extent.offset, extent.offset + extent.nbytes, entry.name))
     spans.sort()
@@ -429,7 +431,7 @@ def _tensors(
             f"{header.file}: {header.size - end} bytes follow its tensors: bytes were appended; "
             "restore it from another copy"
         )
-    return found
+    return tensors
 
 
 def _describe_blocks(entries: list[_Entry]) -> str:
@@ -523,7 +525,7 @@ def _values(state: Outgoing) -> tuple[list[bytes], list[str]]:
     """Returns the encoded values, and the names of those that GGUF lacks."""
     tree, types = state.tree, _object(state, TYPES)
     values = tree.get(GGUF) if isinstance(tree, dict) else None
-    found, lost = [], []
+    kept, lost = [], []
     for key, value in values.items() if isinstance(values, dict) else ():
         kind = types.get(str(key)) or type_of(value)
         if key == ALIGNMENT or isinstance(value, TensorRef):
@@ -532,8 +534,8 @@ def _values(state: Outgoing) -> tuple[list[bytes], list[str]]:
         if encoded is None:
             lost.append(f"{GGUF}.{key}")
         else:
-            found.append(encoded)
-    return found, lost
+            kept.append(encoded)
+    return kept, lost
 
 
 def _encode(key: Key, value: Tree, kind: str) -> bytes | None:

@@ -177,15 +177,15 @@ def _parse(text: str) -> Limits:
     >>> _parse("header_bytes=200MB, pickle_steps=5").pickle_steps
     5
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for setting in filter(None, map(str.strip, text.split(","))):
         name, _, value = setting.partition("=")
         _check_known(name.strip(), VARIABLE)
         try:
-            found[name.strip()] = parse_size(value)
+            sizes[name.strip()] = parse_size(value)
         except ValueError as error:
             raise ArgumentError(f"{VARIABLE}: {setting!r}: {error}") from None
-    return Limits(**found)
+    return Limits(**sizes)
 
 
 def _check_known(name: str, where: str) -> None:

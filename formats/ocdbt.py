@@ -143,12 +143,12 @@ class _Body:
 
     def number(self) -> int:
         """Returns the next number: 7 bits a byte, the lowest first."""
-        found = shift = 0
+        number = shift = 0
         while True:
             byte = self.take(1)[0]
-            found |= (byte & 0x7F) << shift
+            number |= (byte & 0x7F) << shift
             if byte < 0x80:
-                return found
+                return number
             shift += 7
             if shift > 63:
                 raise self.wrong("a number has more than 64 bits")

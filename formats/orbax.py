@@ -202,35 +202,35 @@ class _Arrays:
         index = self._content(Value(shard.file, shard.offset + at, index_bytes, data))
         if ocdbt.crc32c(index[:-4]) != int.from_bytes(index[-4:], "little"):
             raise CorruptError(f"{file}: its index has another checksum; restore it from a copy")
-        found: list[Value | None] = []
+        chunks: list[Value | None] = []
         for offset, nbytes in struct.iter_unpack("<QQ", index[:-4]):
             if offset == nbytes == (1 << 64) - 1:
-                found.append(None)
+                chunks.append(None)
                 continue
             if offset + nbytes > at:
                 raise CorruptError(f"{file}: it ends before a chunk; restore it from a copy")
             data = shard.data[offset : offset + nbytes] if shard.data is not None else None
             start = shard.offset + (0 if data is not None else offset)
-            found.append(Value(shard.file, start, nbytes, data))
-        return found
+            chunks.append(Value(shard.file, start, nbytes, data))
+        return chunks
 
     def _content(self, value: Value) -> bytes:
         return self._reader.read(*value[:3]) if value.data is None else value.data
 
     def _find(self, name: str) -> Value | None:
         """Returns the place of a value; None if it is missing."""
-        found = None if self._values is None else self._values.get(name)
+        value = None if self._values is None else self._values.get(name)
         try:
             if self._values is None:
-                found = Value(name, 0, self._reader.size(name))
-                self._sizes[name] = found.nbytes
-            elif found is not None and found.file not in self._sizes:
-                self._sizes[found.file] = self._reader.size(found.file)
+                value = Value(name, 0, self._reader.size(name))
+                self._sizes[name] = value.nbytes
+            elif value is not None and value.file not in self._sizes:
+                self._sizes[value.file] = self._reader.size(value.file)
         except FileNotFoundError:
             return None
-        if found is not None and found.offset + found.nbytes > self._sizes[found.file]:
-            raise CorruptError(f"{found.file}: it ends before {name}; restore it from a copy")
-        return found
+        if value is not None and value.offset + value.nbytes > self._sizes[value.file]:
+            raise CorruptError(f"{value.file}: it ends before {name}; restore it from a copy")
+        return value
 
 
 @dataclass(frozen=True, slots=True)

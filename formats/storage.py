@@ -126,13 +126,13 @@ def read_again(
     for _ in range(LOOKS):
         if forget is not None:  # a reader that keeps bytes for later calls
             forget(*place)
-        found = read()
-        if is_right(found):
+        again = read()
+        if is_right(again):
             tell(*place)
-            return found
-        if found in seen:
+            return again
+        if again in seen:
             return None
-        seen.append(found)
+        seen.append(again)
     file, lo, hi = place
     raise CorruptError(
         f"{reader.url}/{file}: bytes {lo}:{hi} were read {len(seen)} times, each time with another "

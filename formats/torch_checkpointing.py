@@ -83,7 +83,7 @@ def _tensors(item: str, value: object) -> Tensors:
                 f"{where} has a layout of its own, which this version cannot read; load it with "
                 "torch_checkpointing and save it with the default layout"
             )
-    found: Tensors = {}
+    tensors: Tensors = {}
     for text, groups in _dict(holder.get("nested_path_to_metadata"), where).items():
         path = decode_object(f'{{"path":{text}}}', where).get("path")
         if not isinstance(path, list) or not all(type(key) in (str, int) for key in path):
@@ -93,8 +93,8 @@ def _tensors(item: str, value: object) -> Tensors:
                 f"{where}: ranks have different tensors at {format_path(tuple(path))}"
             )
         data = _dict(_dict(groups[0], where).get("sharding_metadata"), where).get("data")
-        found[tuple(path)] = _layout(f"{where} {format_path(tuple(path))}", _dict(data, where))
-    return found
+        tensors[tuple(path)] = _layout(f"{where} {format_path(tuple(path))}", _dict(data, where))
+    return tensors
 
 
 def _layout(where: str, data: Mapping[object, object]) -> Layout:
@@ -152,15 +152,15 @@ class _RankPieces:
 
 def _files(reader: Reader) -> dict[str, dict[int, str]]:
     """Returns the names of the files by item and rank. Raises FormatError for two of one rank."""
-    found: dict[str, dict[int, str]] = {}
+    files: dict[str, dict[int, str]] = {}
     for name in reader.names():
         match = _FILE.fullmatch(name)
         if match is not None:
             rank = int(match[2])
-            other = found.setdefault(match[1], {}).setdefault(rank, name)
+            other = files.setdefault(match[1], {}).setdefault(rank, name)
             if other != name:
                 raise FormatError(f"{other} and {name} are both of rank {rank}; remove one")
-    return found
+    return files
 
 
 @dataclass(slots=True)
@@ -267,12 +267,10 @@ class _Folder:
                 if not isinstance(key, str | int):
                     raise file.unlike("key of text", key, *path)
                 entries.setdefault(key, []).append((file, inner))
-        found = {
-            key: self._tree(each, (*path, key), tensors, left) for key, each in entries.items()
-        }
+        tree = {key: self._tree(each, (*path, key), tensors, left) for key, each in entries.items()}
         if isinstance(value, dict):
-            return found
-        return list(found.values()) if isinstance(value, list) else tuple(found.values())
+            return tree
+        return list(tree.values()) if isinstance(value, list) else tuple(tree.values())
 
 
 def _local(file: File, path: KeyPath, where: str) -> StoredTensor:

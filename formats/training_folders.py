@@ -292,9 +292,9 @@ def _read_iteration(reader: Reader, has_common: bool) -> Catalog:
     parts = [Part((), dcp.read(reader))]
     if has_common:
         parts.append(Part((), torch_save.read(reader, COMMON)))
-    found = join_catalogs(
+    catalog = join_catalogs(
         "megatron", parts, [FileRecord(METADATA, size)], {"sharded_backend": backend}
     )
     is_cut = backend == FORMATS[0] and not has_common
     note = f"{COMMON} is missing, with the arguments and the options of the optimizer"
-    return replace(found, notes=(note,)) if is_cut else found
+    return replace(catalog, notes=(note,)) if is_cut else catalog

@@ -160,17 +160,17 @@ def _directory_entry(entry: _Entry, checksum: int) -> bytes:
 
 def _join_literals(parts: Iterable[Part]) -> list[Part]:
     """Returns the parts with adjacent literal bytes as one part."""
-    found: list[Part] = []
+    joined: list[Part] = []
     literal: list[bytes] = []
     for part in parts:
         if isinstance(part, bytes):
             literal.append(part)
             continue
         if literal:
-            found.append(b"".join(literal))
+            joined.append(b"".join(literal))
         literal = []
-        found.append(part)
-    return [*found, b"".join(literal)] if literal else found
+        joined.append(part)
+    return [*joined, b"".join(literal)] if literal else joined
 
 
 try:

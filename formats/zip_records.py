@@ -242,18 +242,18 @@ class Archive:
 
     def record(self, name: str) -> Record:
         """Returns the record of a name without the folder. Raises CorruptError if it is missing."""
-        found = self._records.get(self._folder + name)
-        if found is None:
+        record = self._records.get(self._folder + name)
+        if record is None:
             raise CorruptError(
                 f"{self.where}: the zip lacks the record {self._folder}{name}; restore the file "
                 "from another copy"
             )
-        if not found.stored:
+        if not record.stored:
             raise UnsupportedError(
-                f"{self.where}: the record {found.name} is compressed, so that no range of the "
+                f"{self.where}: the record {record.name} is compressed, so that no range of the "
                 "file has its bytes; unzip the file and zip it again with -0"
             )
-        return found
+        return record
 
     def nbytes_of(self, key: str) -> int:
         """Returns the bytes of the storage with this key. Raises CorruptError if it is missing."""

@@ -97,19 +97,19 @@ def fully_shard(
     reshard = reshard_setting(reshard_after_forward, placing.groups.shard.size)
     offload = isinstance(offload_policy, CPUOffloadPolicy)
     free = list(free_parameters(modules, ignored_params or ()))
-    taken = [found for found in free if found.borrowed is None]
+    taken = [candidate for candidate in free if candidate.borrowed is None]
     device = _device_of(mesh)
     if device is not None:
-        _move([found.parameter for found in taken], modules, device)
+        _move([candidate.parameter for candidate in taken], modules, device)
     # All checks, for every parameter, before any parameter is replaced.
-    dims = [_dimension(found, shard_placement_fn) for found in taken]
+    dims = [_dimension(candidate, shard_placement_fn) for candidate in taken]
     entries = list(map(partial(_shard, placing, offload), taken, dims))
     _check_ranks(given, mesh.ndim, entries)
     borrowed = list(dict.fromkeys(b for b in map(find_tied_group, free) if b is not None))
     alike: dict[tuple[torch.dtype, bool], list[Parameter]] = {}
-    for found, entry in zip(taken, entries, strict=True):
+    for candidate, entry in zip(taken, entries, strict=True):
         entry.place(entry.sharded)
-        found.assign(entry)
+        candidate.assign(entry)
         alike.setdefault((entry.sharded.dtype, entry.sharded.requires_grad), []).append(entry)
     param_groups: list[ParamGroup] = []
     for together in alike.values():
@@ -147,30 +147,30 @@ def _check_ranks(given: Iterable[DeviceMesh], axes: int, entries: Iterable[Param
             check_gathers(each, range(each.ndim), range(each.ndim)[::-1])
 
 
-def _dimension(found: FreeParameter, placement_fn: PlacementFunction | None) -> int:
-    parameter = found.parameter
+def _dimension(candidate: FreeParameter, placement_fn: PlacementFunction | None) -> int:
+    parameter = candidate.parameter
     placement = placement_fn(parameter) if placement_fn is not None else None
     if placement is None:
         return 0
     if not isinstance(placement, Shard):
         raise ArgumentError(
-            f"shard_placement_fn gave {placement!r} for {found.name}; it gives a Shard(dim), or "
-            "None for the first dimension"
+            f"shard_placement_fn gave {placement!r} for {candidate.name}; it gives a Shard(dim), "
+            "or None for the first dimension"
         )
     if not -parameter.ndim <= placement.dim < parameter.ndim:
         raise ArgumentError(
-            f"{found.name} of shape {tuple(parameter.shape)} has no dimension {placement.dim}"
+            f"{candidate.name} of shape {tuple(parameter.shape)} has no dimension {placement.dim}"
         )
     return placement.dim % parameter.ndim
 
 
-def _shard(placing: MeshGroups, offload: bool, found: FreeParameter, dim: int) -> Parameter:
-    parameter = found.parameter
+def _shard(placing: MeshGroups, offload: bool, candidate: FreeParameter, dim: int) -> Parameter:
+    parameter = candidate.parameter
     sharded = placing.parameter(parameter, dim, offload)
-    is_hooked(sharded, found.name)
+    is_hooked(sharded, candidate.name)
     distributed = parameter._spec if isinstance(parameter, DTensor) else None
     unsharded = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    entry = Parameter(found.name, found.owners, sharded, dim, tuple(unsharded.shape))
+    entry = Parameter(candidate.name, candidate.owners, sharded, dim, tuple(unsharded.shape))
     entry.distributed = distributed
     return entry
 

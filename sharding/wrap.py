@@ -110,7 +110,7 @@ class CustomPolicy(_Policy):
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
-        found: dict[nn.Module, dict[str, Any]] = {}
+        wrapped: dict[nn.Module, dict[str, Any]] = {}
         for module in root_module.modules():
             if module in ignored_modules:
                 continue
@@ -121,8 +121,8 @@ class CustomPolicy(_Policy):
                     f"False/True or a kwarg dict, but it returned {answer}"
                 )
             if answer:
-                found[module] = {**root_kwargs, **(answer if isinstance(answer, dict) else {})}
-        return found
+                wrapped[module] = {**root_kwargs, **(answer if isinstance(answer, dict) else {})}
+        return wrapped
 
 
 # --- Policies that decide about one module at a time ---------------------------------------------

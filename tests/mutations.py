@@ -97,8 +97,8 @@ MUTATIONS = (
     ),
     Mutation(
         "layout: coordinates that touch a range",
-        "found.update(range(low // step, (high - 1) // step + 1))",
-        "found.update(range(low // step, high // step + 1))",
+        "coordinates.update(range(low // step, (high - 1) // step + 1))",
+        "coordinates.update(range(low // step, high // step + 1))",
         "layout/layout layout/copies",
     ),
     Mutation(
@@ -121,8 +121,8 @@ MUTATIONS = (
     ),
     Mutation(
         "layout: a hole is an error",
-        "if found != target.box.numel:",
-        "if found > target.box.numel:",
+        "if covered != target.box.numel:",
+        "if covered > target.box.numel:",
         "layout/copies layout/exchange",
     ),
     Mutation(

@@ -266,17 +266,17 @@ def show(options: Shown, report: ConvertReport, seconds: float) -> None:
 
 
 def _summary(options: Shown, report: ConvertReport, seconds: float) -> dict[str, object]:
-    found = {each.name: getattr(report, each.name) for each in fields(report)}
-    del found["plan"]
-    found |= {
-        "bytes": found.pop("nbytes"),
+    summary = {each.name: getattr(report, each.name) for each in fields(report)}
+    del summary["plan"]
+    summary |= {
+        "bytes": summary.pop("nbytes"),
         "written": not options.dry_run,
         "verified": options.verify and not options.dry_run,
         "seconds": round(seconds, 3),
     }
     if report.plan is not None and (options.dry_run or options.verbose):
-        found["plan"] = asdict(report.plan)
-    return found
+        summary["plan"] = asdict(report.plan)
+    return summary
 
 
 def _lines(options: Shown, report: ConvertReport, seconds: float) -> Iterator[str]:

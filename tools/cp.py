@@ -53,7 +53,7 @@ def run(options: Options) -> int:
     from ckpt.run.copy import copy, nbytes_of
 
     storage = mapping(options.storage_options)
-    found = []
+    done = []
     with progress("cp", partial(nbytes_of, options.src, storage), options.quiet) as advance:
         for step in copy(
             options.src,
@@ -62,17 +62,17 @@ def run(options: Options) -> int:
             storage_options=storage,
             dst_storage_options=mapping(options.dst_storage_options),
         ):
-            found.append(step)
+            done.append(step)
             if not (options.quiet or options.as_json):
                 what = "copied and checked" if step.copied_bytes else "is there"
                 text = f"{count(step.files, 'file')}, {size(step.nbytes)}; "
                 print(f"{place(step.url)}: {text}{colour(what, 'sound')}")
     if options.as_json:
-        rows = [asdict(step) for step in found]
+        rows = [asdict(step) for step in done]
         print(json_text({"src": options.src, "dst": options.dst, "checkpoints": rows}))
-    elif not options.quiet and len(found) > 1:
-        copied = sum(step.copied_bytes > 0 for step in found)
-        total = size(sum(step.copied_bytes for step in found))
-        there = f", {len(found) - copied:,} were there" if len(found) > copied else ""
+    elif not options.quiet and len(done) > 1:
+        copied = sum(step.copied_bytes > 0 for step in done)
+        total = size(sum(step.copied_bytes for step in done))
+        there = f", {len(done) - copied:,} were there" if len(done) > copied else ""
         print(f"{printable(place(options.dst))}: {count(copied, 'checkpoint')}, {total}{there}")
     return ExitCode.FINE

@@ -122,7 +122,7 @@ def run(options: Options) -> int:
 
         check_may_write(options.html)
     with progress("diff", lambda: tensor_bytes(options.a, storage), options.quiet) as advance:
-        found = diff(
+        comparison = diff(
             options.a,
             options.b,
             rtol=options.rtol,
@@ -142,16 +142,16 @@ def run(options: Options) -> int:
             b_storage_options=mapping(options.b_storage_options),
         )
     if options.html is not None:
-        _write_page(options.html, options.a, storage, found)
+        _write_page(options.html, options.a, storage, comparison)
     if options.as_json:
-        described = {**asdict(found), "equal": found.equal}
+        described = {**asdict(comparison), "equal": comparison.equal}
         if not options.verbose:
             del described["equal_tensors"]
         print(json_text(described))
     elif not options.quiet:
-        for line in _lines(found, options.verbose):
+        for line in _lines(comparison, options.verbose):
             print(line)
-    return ExitCode.FINE if found.equal else ExitCode.DIFFERENT
+    return ExitCode.FINE if comparison.equal else ExitCode.DIFFERENT
 
 
 def _write_page(

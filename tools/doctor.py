@@ -57,14 +57,14 @@ def run(options: Options) -> int:
     """Prints the result; DIFFERENT if a promise does not hold."""
     from ckpt.checking.doctor import examine
 
-    found = examine(
+    examined = examine(
         options.url, read_only=options.read_only, storage_options=mapping(options.storage_options)
     )
     if options.as_json:
-        print(json_text({**asdict(found), "complete": found.is_complete}))
+        print(json_text({**asdict(examined), "complete": examined.is_complete}))
     else:
-        print("\n".join(_lines(found)))
-    return ExitCode.FINE if found.is_complete else ExitCode.DIFFERENT
+        print("\n".join(_lines(examined)))
+    return ExitCode.FINE if examined.is_complete else ExitCode.DIFFERENT
 
 
 def _lines(found: Examination) -> Iterator[str]:

@@ -63,26 +63,26 @@ def run(options: Options) -> int:
     from ckpt.removing.gc import gc, is_folder
 
     storage = mapping(options.storage_options)
-    found = gc(
+    left_overs = gc(
         options.url, delete=options.delete, older_than=options.older_than, storage_options=storage
     )
-    if not found and not is_folder(options.url, storage):
+    if not left_overs and not is_folder(options.url, storage):
         raise NotACheckpointError(
             f"{options.url}: there is no such folder{similar_path(options.url)}"
         )
     if options.as_json:
-        print(json_text({"url": options.url, "left_overs": [asdict(file) for file in found]}))
+        print(json_text({"url": options.url, "left_overs": [asdict(file) for file in left_overs]}))
         return ExitCode.FINE
     if options.quiet:
         return ExitCode.FINE
     rows = [
         (printable(_path(file)), file.kind, size(file.nbytes), age(file.age_seconds), _state(file))
-        for file in found
+        for file in left_overs
     ]
     for line in columns([("NAME", "KIND", "SIZE", "AGE", "STATE"), *rows], right=[2, 3]):
         if rows:
             print(line)
-    print(_sum(found, options))
+    print(_sum(left_overs, options))
     if kept := versions_kept(options.url, storage):
         print(kept)
     return ExitCode.FINE

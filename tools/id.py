@@ -52,7 +52,7 @@ def run(options: Options) -> int:
     from ckpt.checking.identity import id as identity
 
     storage = mapping(options.storage_options)
-    found = []
+    rows = []
     for url in options.checkpoints:
         with progress("id", lambda url=url: tensor_bytes(url, storage)) as advance:  # type: ignore[misc]
             checkpoint = identity(
@@ -63,13 +63,11 @@ def run(options: Options) -> int:
                 progress=advance,
                 storage_options=storage,
             )
-        found.append(
-            {"checkpoint": url, "digest": checkpoint.digest, "tensors": checkpoint.tensors}
-        )
+        rows.append({"checkpoint": url, "digest": checkpoint.digest, "tensors": checkpoint.tensors})
         if not options.as_json:
             for name, digest in checkpoint.tensors.items() if options.verbose else ():
                 print(f"{digest}  {printable(name)}")
             print(f"{checkpoint.digest}  {printable(place(url))}")
     if options.as_json:
-        print(json_text(found))
+        print(json_text(rows))
     return ExitCode.FINE

@@ -58,14 +58,14 @@ def run(options: Options) -> int:
     """Prints the path alone on a line; skipped checkpoints and the reasons go to stderr."""
     from ckpt.loading.newest import newest_sound
 
-    found, skipped = newest_sound(options.url, options.verify, mapping(options.storage_options))
+    newest, skipped = newest_sound(options.url, options.verify, mapping(options.storage_options))
     if options.as_json:
         rows = [asdict(step) for step in skipped]
-        print(json_text({"url": options.url, "latest": found, "skipped": rows}))
+        print(json_text({"url": options.url, "latest": newest, "skipped": rows}))
         return ExitCode.FINE
     for step in skipped:
         tell(f"ckpt: skipped: {printable(step.message)}")
-    _print_path(found)
+    _print_path(newest)
     return ExitCode.FINE
 
 

@@ -106,19 +106,19 @@ class _CommandParser(_Parser):
 
         The parser of all commands, which calls this method, would name its own help instead.
         """
-        found, unknown = super().parse_known_args(args, namespace)
+        parsed, unknown = super().parse_known_args(args, namespace)
         if self._is_intermixed or not unknown or completion.is_asked():
-            return found, unknown
+            return parsed, unknown
         self._is_intermixed = True  # argparse calls this method again: for the options, then for
         try:  # the other arguments
-            found, unknown = self.parse_known_intermixed_args(args, None)
+            parsed, unknown = self.parse_known_intermixed_args(args, None)
         finally:
             self._is_intermixed = False
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
             meant = next((_meant(word.partition("=")[0], flags) for word in unknown), "")
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
-        return found, []
+        return parsed, []
 
 
 def _meant(word: str, known: Collection[str]) -> str:
@@ -232,9 +232,9 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the whole command line."""
     raw = argparse.RawDescriptionHelpFormatter
     below = epilog(EXAMPLES, ExitCode)
-    found = _Parser(prog="ckpt", description=DESCRIPTION, epilog=below, formatter_class=raw)
-    found.add_argument("-V", "--version", action="version", version=f"ckpt {__version__}")
-    commands = found.add_subparsers(metavar="COMMAND", required=True, parser_class=_CommandParser)
+    parser = _Parser(prog="ckpt", description=DESCRIPTION, epilog=below, formatter_class=raw)
+    parser.add_argument("-V", "--version", action="version", version=f"ckpt {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_CommandParser)
     for command in _COMMANDS:
         subparser = commands.add_parser(
             command.name,
@@ -245,7 +245,7 @@ def parser() -> argparse.ArgumentParser:
         )
         command.add_arguments(subparser)
         subparser.set_defaults(command=command, parser=subparser)
-    return found
+    return parser
 
 
 def _report(error: BaseException, used: argparse.ArgumentParser | None = None) -> int:

@@ -87,12 +87,12 @@ def mappings_of(options: Sequence[MappingOption] | None) -> list[MappingName]:
 
 def by_first(pairs: Sequence[tuple[str, T]] | None, flag: str) -> dict[str, T]:
     """Returns the pairs of a repeatable option as a dict. Raises ArgumentError for equal names."""
-    found: dict[str, T] = {}
+    first: dict[str, T] = {}
     for name, value in pairs or ():
-        if name in found:
+        if name in first:
             raise ArgumentError(f"{flag} has {name!r} twice; give it once")
-        found[name] = value
-    return found
+        first[name] = value
+    return first
 
 
 def _parameter(text: str) -> tuple[str, int]:

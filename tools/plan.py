@@ -199,7 +199,7 @@ def _ranks(text: str | None, world_size: int) -> list[int]:
         return list(range(world_size))
     if text is None:
         return [0, world_size // 2, world_size - 1]
-    found: set[int] = set()
+    ranks: set[int] = set()
     for part in text.split(","):
         lo, dash, hi = part.strip().partition("-")
         last = hi if dash else lo
@@ -211,5 +211,5 @@ def _ranks(text: str | None, world_size: int) -> list[int]:
             raise ArgumentError(
                 f"--ranks {text}: {part.strip()} is not within ranks 0 to {world_size - 1}"
             )
-        found.update(range(int(lo), int(last) + 1))
-    return sorted(found)
+        ranks.update(range(int(lo), int(last) + 1))
+    return sorted(ranks)

@@ -74,7 +74,7 @@ def run(options: Options) -> int:
 
     if options.no_token and options.token is not None:
         raise ArgumentError("--token and --no-token exclude each other; give one")
-    found = ServeOptions(
+    serve_options = ServeOptions(
         Path(local_path(options.folder) or options.folder),
         options.address,
         options.port,
@@ -82,7 +82,7 @@ def run(options: Options) -> int:
         None if options.certificate is None else Path(options.certificate),
         None if options.key is None else Path(options.key),
     )
-    serve(found, partial(_ready, _warning(found)))
+    serve(serve_options, partial(_ready, _warning(serve_options)))
     return ExitCode.FINE
 
 

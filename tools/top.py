@@ -143,19 +143,19 @@ def _views(options: Options) -> Iterator[tuple[Sequence[Look], list[Checkpoint]]
     settings = mapping(options.storage_options)
     watch, looks = Watch(options.url, settings), deque[Look](maxlen=LOOKS)
     looks.append(Look(time.monotonic(), watch.look()))
-    found = _checkpoints(options.url, settings)
-    if not (looks[0].under_way or found or is_folder(options.url, settings)):
+    checkpoints = _checkpoints(options.url, settings)
+    if not (looks[0].under_way or checkpoints or is_folder(options.url, settings)):
         raise NotACheckpointError(
             f"{options.url}: there is no such folder, and no conversion to it is under way; give "
             f"the folder of a run, or the target of a conversion{similar_path(options.url)}"
         )
     for number in itertools.count(1):
-        yield looks, found
+        yield looks, checkpoints
         time.sleep(options.interval)
         looks.append(Look(time.monotonic(), watch.look()))
         has_changed = _names(looks[-2]) != _names(looks[-1])  # a save has ended, or begun
         if has_changed or number % REREAD_EVERY == 0:
-            found = _checkpoints(options.url, settings)
+            checkpoints = _checkpoints(options.url, settings)
 
 
 def _names(look: Look) -> set[tuple[str, str]]:
@@ -371,7 +371,7 @@ def _summary(
     options: Options, looks: Sequence[Look], checkpoints: Sequence[Checkpoint]
 ) -> dict[str, object]:
     """Returns the view for programs."""
-    known, found = _rates(looks), []
+    known, saves = _rates(looks), []
     for save in looks[-1].under_way:
         rows = _slowest_first(save, known)
         files = [
@@ -379,7 +379,7 @@ def _summary(
             for file, rate, left in rows
         ]
         total = _total(rows)
-        found.append(
+        saves.append(
             {
                 "name": save.name,
                 "attempt": save.attempt,
@@ -393,7 +393,7 @@ def _summary(
             }
         )
     kept = [asdict(checkpoint) for checkpoint in checkpoints]
-    return {"url": options.url, "under_way": found, "checkpoints": kept}
+    return {"url": options.url, "under_way": saves, "checkpoints": kept}
 
 
 def _size(nbytes: int | None) -> str:

@@ -516,7 +516,7 @@ def containers(
     >>> list(containers({"a": {"b": [1]}}, lambda name: True, prefix="a."))
     ['b', '']
     """
-    found: dict[str, Container] = {}
+    by_name: dict[str, Container] = {}
 
     def walk(node: Tree, path: str) -> bool:
         """Whether a name at or below a path is selected."""
@@ -530,11 +530,11 @@ def containers(
             is_dict = isinstance(node, dict)
             kind = "dict" if is_dict else "list" if isinstance(node, list) else "tuple"
             name = f"{path}.".removeprefix(prefix)[:-1] if prefix else path
-            found[name] = Container(kind, keys if is_dict else {})
+            by_name[name] = Container(kind, keys if is_dict else {})
         return bool(keys)
 
     walk(tree, "")
-    return found
+    return by_name
 
 
 def compare_structure(

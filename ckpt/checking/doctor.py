@@ -463,12 +463,12 @@ class _Doctor:
         store: Any = self._store
         if not hasattr(store.driver, "bucket_setting"):
             return Outcome.UNKNOWN, "this interface of the store does not tell"
-        found = store.request(
+        setting = store.request(
             f"reading the setting {subject} of the bucket of",
             "",
             lambda path: (store.driver.bucket_setting(path, subject), path.partition("/")[2]),
         )
-        return tell(*found)
+        return tell(*setting)
 
     def _versioning(self, setting: Mapping[str, Any], key: str) -> _Result:
         status = setting.get("Status", "off")

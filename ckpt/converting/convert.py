@@ -117,9 +117,9 @@ class ConversionPlan:
     """The largest size of all blocks that are in memory together."""
 
 
-def conversion_plan(found: Mapped, state: StoredState, memory_bytes: int) -> ConversionPlan:
+def conversion_plan(mapped: Mapped, state: StoredState, memory_bytes: int) -> ConversionPlan:
     """Returns the plan for a state that was made of a catalog after its changes."""
-    planned: list[PlannedTensor] = []
+    tensors: list[PlannedTensor] = []
     read = dict[str, int]()
     for name, leaf in iter_leaves(state.tree):
         if not isinstance(leaf, TensorRef):
@@ -127,10 +127,10 @@ def conversion_plan(found: Mapped, state: StoredState, memory_bytes: int) -> Con
         is_tied, tensor = name in state.aliases, state.tensors[leaf.name]
         record = state.copier.source_of(leaf.name).record
         read[record.name] = record.nbytes
-        planned.append(
+        tensors.append(
             PlannedTensor(
                 name,
-                _sources(found.origins, name),
+                _sources(mapped.origins, name),
                 tensor.shape,
                 str(record.dtype),
                 str(tensor.dtype),
@@ -138,8 +138,10 @@ def conversion_plan(found: Mapped, state: StoredState, memory_bytes: int) -> Con
                 leaf.name if is_tied else None,
             )
         )
-    written = sum(tensor.nbytes for tensor in planned)
-    return ConversionPlan(tuple(planned), found.excluded, sum(read.values()), written, memory_bytes)
+    written = sum(tensor.nbytes for tensor in tensors)
+    return ConversionPlan(
+        tuple(tensors), mapped.excluded, sum(read.values()), written, memory_bytes
+    )
 
 
 def _sources(origins: Mapping[str, tuple[str, ...]], name: str) -> tuple[str, ...]:
@@ -341,11 +343,11 @@ def convert(
             source = replace(source, catalog=with_modules(source.store, source.catalog))
         counted = _count_bytes(progress, call)
         described = target.describe(source, changes, files, casts, allow_loss, counted)
-        found, state = described.found, described.state
+        mapped, state = described.found, described.state
         if total is not None:
             from ckpt.converting.weighted_sum import check_has_sum  # imports torch
 
-            check_has_sum(source, found.catalog)
+            check_has_sum(source, mapped.catalog)
         untied = target.unties(files)
         if not dry_run:
             call.doing("writing")
@@ -364,7 +366,7 @@ def convert(
             from ckpt.checking.verify import library_problems  # start-up, for few conversions
 
             call.doing("verifying")
-            wanted = outgoing(source.url, source.store, found.catalog, casts, None, untied)
+            wanted = outgoing(source.url, source.store, mapped.catalog, casts, None, untied)
             with open_source(target.url, target.options) as result:
                 whole = with_modules(result.store, result.catalog)
                 written = outgoing(result.url, result.store, whole)
@@ -391,7 +393,7 @@ def convert(
             model_files=None if files is None else tuple(files.content),
             not_copied=() if files is None else files.left,
             prefix=prefix_of_model(changes, source, target.format, state),
-            plan=conversion_plan(found, state, target.memory_bytes(state)),
+            plan=conversion_plan(mapped, state, target.memory_bytes(state)),
         )
 
 
@@ -507,11 +509,11 @@ class Target:
                 "object that is shown and never made; load it where its class is known, and save "
                 "its state_dict()"
             )
-        found = replace(changed, catalog=replace(changed.catalog, tree=tree))
+        mapped = replace(changed, catalog=replace(changed.catalog, tree=tree))
         where, untied = (source.url, source.store), self.unties(files)
-        state = outgoing(*where, found.catalog, casts, progress, untied, is_located)
+        state = outgoing(*where, mapped.catalog, casts, progress, untied, is_located)
         if allow_loss is None:
-            return Described(found, opaque, state)
+            return Described(mapped, opaque, state)
         check_values(self.format, state)
         lost = tuple(losses(source.catalog, changes, changed.catalog.tree, state, self.format))
         if files is not None:
@@ -519,7 +521,7 @@ class Target:
         if not allow_loss:
             check_any_is_left(self.format, state, source.url, opaque)
             check_nothing_is_lost(source.url, lost)
-        return Described(found, opaque, state, lost)
+        return Described(mapped, opaque, state, lost)
 
     def plans(
         self, state: StoredState, files: ModelFiles | None, casts: Casts

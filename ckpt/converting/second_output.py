@@ -170,12 +170,12 @@ class SecondOutput:
         }
         catalog = Catalog("memory", records, described.tree, (), described.aliases)
         source = Source(store.url, store, catalog)
-        found = self._describe(source, configs, self.allow_loss)
-        plans = target.tensor_plans(found.state, configs)
+        to_write = self._describe(source, configs, self.allow_loss)
+        plans = target.tensor_plans(to_write.state, configs)
         has_sums = any(plan.needs_sums or plan.chunk_bytes for plan in plans)
         beside: tuple[FilePlan, ...] = ()
         if target.format is Format.HUGGINGFACE:
-            dtypes = dtypes_of(found.state)
+            dtypes = dtypes_of(to_write.state)
             beside = tuple(plans_of(configs or ModelFiles(), Casts.of(self.dtype), dtypes, "also"))
         planned = Planned(tuple(plan.name for plan in plans), has_sums, beside)
         _last[:] = [(described.tensors, key, planned)]

@@ -94,7 +94,7 @@ def on_all_ranks(
     """
     ranks = Ranks(group)
     with ranks.call(name):
-        found, records = ranks.run_and_compare(
+        result, records = ranks.run_and_compare(
             name, action, lambda each: {"served": is_served(each)}
         )
     if not records.same["served"]:
@@ -102,7 +102,7 @@ def on_all_ranks(
             f"{name}: the ranks gave planners, stagers or storage of different kinds, and would "
             "wait for one another: give the same on all ranks"
         )
-    return found
+    return result
 
 
 def group_of(process_group: ProcessGroup | None, no_dist: bool) -> Group:

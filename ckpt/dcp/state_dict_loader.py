@@ -279,9 +279,9 @@ def _own_key(node: Mapping[Any, object] | list[object], key: str | int) -> objec
 
 def _empty_dicts(nest: dict[Any, Any], path: str = "") -> dict[str, dict[Any, Any]]:
     """Returns the empty dicts of a nest by name: they take all that was saved at their names."""
-    found: dict[str, dict[Any, Any]] = {}
+    empty: dict[str, dict[Any, Any]] = {}
     for key, item in nest.items():
         name = f"{path}.{key}" if path else str(key)
         if isinstance(item, dict):
-            found.update(_empty_dicts(item, name) if item else {name: item})
-    return found
+            empty.update(_empty_dicts(item, name) if item else {name: item})
+    return empty

@@ -105,12 +105,12 @@ class CkptStorageReader(StorageReader):
     def read_metadata(self) -> Metadata:
         """Returns names, shapes and dtypes. Each tensor is one chunk, even in several files."""
         self.close()
-        found = Checkpoint(self.checkpoint_id, self.verify, self.storage_options)
-        found.catalog = self._part_of(found.catalog)
-        self._items = items_of(found.catalog)
-        metadata = metadata_of(found.catalog, self._items)
+        checkpoint = Checkpoint(self.checkpoint_id, self.verify, self.storage_options)
+        checkpoint.catalog = self._part_of(checkpoint.catalog)
+        self._items = items_of(checkpoint.catalog)
+        metadata = metadata_of(checkpoint.catalog, self._items)
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self.load_id)
-        self._checkpoint = found
+        self._checkpoint = checkpoint
         return metadata
 
     def _part_of(self, catalog: Catalog) -> Catalog:

@@ -177,7 +177,7 @@ class CkptStorageWriter(StorageWriter):
         for part in filter(lambda item: item.box.numel, parts):
             groups[turns[part.tensor.name]].append(part)
             turns[part.tensor.name] += 1
-        attempt, found = secrets.randbits(64), dict[int, ShardFile]()
+        attempt, files = secrets.randbits(64), dict[int, ShardFile]()
         with open_store(self.checkpoint_id, self.storage_options) as store:
             try:
                 for turn, group in groups.items():
@@ -185,11 +185,11 @@ class CkptStorageWriter(StorageWriter):
                     name = f"{attempt:016x}-{rank:05d}.safetensors"
                     with store.create(name, rewritable=self.compress) as file:
                         wrote = write_shard(file, [item.tensor for item in group], self.compress)
-                    found.update(dict.fromkeys(map(id, group), wrote.to_file(name, rank)))
+                    files.update(dict.fromkeys(map(id, group), wrote.to_file(name, rank)))
             except BaseException:
-                self._delete(found.values())
+                self._delete(files.values())
                 raise
-        return found
+        return files
 
     def _delete(self, files: Iterable[ShardFile]) -> None:
         """Deletes files that no manifest will name, as far as the store allows."""

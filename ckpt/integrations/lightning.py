@@ -122,8 +122,8 @@ class CkptCheckpointIO(CheckpointIO):
         `weights_only` has no effect, and `map_location` is as for `torch.load`.
         """
         self._settle()
-        found: Any = ckpt.read(path)
-        return _move_tensors(found, map_location)
+        loaded: Any = ckpt.read(path)
+        return _move_tensors(loaded, map_location)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Removes a checkpoint of ckpt, or a file that Lightning wrote."""
@@ -223,19 +223,19 @@ class CkptStrategyMixin(_Strategy):
             target[OPTIMIZERS] = list(self.optimizers)
         elif not is_whole and target.pop(OPTIMIZERS, MODULE) is None:
             unused = f"{OPTIMIZERS}.*"
-        found: Any = ckpt.load(url, target, exclude=unused, strict=module.strict_loading)
+        loaded: Any = ckpt.load(url, target, exclude=unused, strict=module.strict_loading)
         if not is_seen:
-            return {**found, MODULE: {}, OPTIMIZERS: []}
-        if MODULE in found:
+            return {**loaded, MODULE: {}, OPTIMIZERS: []}
+        if MODULE in loaded:
             names = state_dict_keys(module)
-            found[MODULE] = {names.get(key, key): value for key, value in found[MODULE].items()}
-        if is_whole and OPTIMIZERS in found:
-            saved = [_parameters(state) for state in found[OPTIMIZERS]]
-            found[OPTIMIZERS] = [_number_parameters(state) for state in found[OPTIMIZERS]]
-            self._optimizers_left = url, _copy_nest(found[OPTIMIZERS]), saved
+            loaded[MODULE] = {names.get(key, key): value for key, value in loaded[MODULE].items()}
+        if is_whole and OPTIMIZERS in loaded:
+            saved = [_parameters(state) for state in loaded[OPTIMIZERS]]
+            loaded[OPTIMIZERS] = [_number_parameters(state) for state in loaded[OPTIMIZERS]]
+            self._optimizers_left = url, _copy_nest(loaded[OPTIMIZERS]), saved
         elif self.optimizers and not is_whole:
             self._fill_optimizers(url, None)
-        return found  # type: ignore[no-any-return]
+        return loaded  # type: ignore[no-any-return]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads the state dict of a result of `load_checkpoint` that a hook looked at."""
@@ -298,33 +298,33 @@ class CkptStrategyMixin(_Strategy):
         module, handed = self._module(), self._handed or {}
         if weights.keys() == handed.keys() and all(weights[key] is handed[key] for key in weights):
             return module
-        entries, found = describe_module(module), dict[str, Any]()
+        entries, own_weights = describe_module(module), dict[str, Any]()
         clean = CleanNames(module)
         for key, value in weights.items():
             name = clean.of(key)
-            if name in found:
+            if name in own_weights:
                 raise MisuseError(f"checkpoint['{MODULE}'] has two entries of the name {name!r}")
             is_own = name in entries and key in handed and value is handed[key]
-            found[name] = entries[name] if is_own else value
-        return found
+            own_weights[name] = entries[name] if is_own else value
+        return own_weights
 
     def _optimizers_to_save(self, optimizers: Sequence[Any], weights: Any) -> list[Any]:
         """Returns the optimizers, their entries, or the states that a hook has changed."""
         if len(optimizers) != len(self.optimizers):
             return list(optimizers)
-        found: list[Any] = []
+        states: list[Any] = []
         for index, (optimizer, state) in enumerate(zip(self.optimizers, optimizers, strict=True)):
             own = self._state_of(optimizer)
             if state and not _same(state, own):
-                found.append(state)
+                states.append(state)
             elif weights is self._module():
-                found.append(optimizer)
+                states.append(optimizer)
             else:
                 entries = self._entries_of(optimizer, index)
                 # names that the stored weights lack would find no parameter
                 is_named = weights and weights.keys() >= set(_parameters(entries))
-                found.append(entries if is_named or not own else own)
-        return found
+                states.append(entries if is_named or not own else own)
+        return states
 
     def _state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Returns the state of an optimizer in Lightning's form, without a message."""
@@ -457,14 +457,14 @@ def _with_folders(load: Callable[..., Any]) -> Callable[..., Any]:
             return load(path, map_location, *more, **options)
         except (IsADirectoryError, FileNotFoundError):  # no file in a bucket has a folder's name
             try:
-                found: Any = ckpt.read(path)
+                content: Any = ckpt.read(path)
             except NotACheckpointError:
-                found = None
-            if found is None:
+                content = None
+            if content is None:
                 raise
-        if OPTIMIZERS in found:
-            found[OPTIMIZERS] = [_number_parameters(state) for state in found[OPTIMIZERS]]
-        return _move_tensors(found, map_location)
+        if OPTIMIZERS in content:
+            content[OPTIMIZERS] = [_number_parameters(state) for state in content[OPTIMIZERS]]
+        return _move_tensors(content, map_location)
 
     return load_file_or_folder
 

@@ -64,13 +64,13 @@ def load_adapter(
 def _tensors(model: PeftModel, adapter: str) -> dict[str, Any]:
     """Returns the tensors of an adapter by PEFT's names, without a copy of a parameter."""
     own = model.state_dict(keep_vars=True)
-    found = dict(get_peft_model_state_dict(model, state_dict=own, adapter_name=adapter))
+    tensors = dict(get_peft_model_state_dict(model, state_dict=own, adapter_name=adapter))
     if model.peft_config[adapter].is_prompt_learning:
         prefix = f"{ENCODER}.{adapter}."
         for name, tensor in own.items():
             if name.startswith(prefix):
-                found[f"{ENCODER}.{name.removeprefix(prefix)}"] = tensor
-    return found
+                tensors[f"{ENCODER}.{name.removeprefix(prefix)}"] = tensor
+    return tensors
 
 
 def _config(model: PeftModel, adapter: str) -> str:

@@ -62,19 +62,22 @@ def map_catalog(before: Mapped, mapping: TensorMapping, parameters: Mapping[str,
         ArgumentError: see the rules above; the message names the mapping, the rule and the names.
     """
     catalog, mapping = before.catalog, mapping.with_numbers(parameters)
-    found = dict(leaves(catalog.tree))
+    saved = dict(leaves(catalog.tree))
     tied = {
         name: first
         for name, first in mapping.tied.items()
-        if name not in found and isinstance(found.get(first), TensorRef)
+        if name not in saved and isinstance(saved.get(first), TensorRef)
     }
     kept = {
         name: leaf
-        for name, leaf in [*found.items(), *((name, found[tied[name]]) for name in tied)]
+        for name, leaf in [
+            *saved.items(),
+            *((name, saved[tied[name]]) for name in tied),
+        ]
         if not any(matches(pattern, name) for pattern in mapping.exclude)
     }
     claims = _Claims.of(mapping, kept)
-    claims.check_all_rules_match(mapping, list(found))
+    claims.check_all_rules_match(mapping, list(saved))
     changed = _Changed.of(catalog, kept, claims, parameters)
     outputs = {name: changed.outputs(name, leaf) for name, leaf in kept.items()}
     for name, first in tied.items():
@@ -98,7 +101,7 @@ def map_catalog(before: Mapped, mapping: TensorMapping, parameters: Mapping[str,
         for new, names in sources.items()
     }
     dropped = [
-        first for name in found if name not in kept for first in before.origins.get(name, ())
+        first for name in saved if name not in kept for first in before.origins.get(name, ())
     ]
     left_out = (*before.excluded, *dropped)
     new = replace(catalog, tensors=tensors, aliases=aliases, tree=tree, optimizers={})
@@ -352,18 +355,18 @@ def _apart(node: Tree, path: str, entries: list[tuple[Key, Named]]) -> list[Name
 def _dict_of(entries: list[Named]) -> dict[Key, Tree]:
     """Returns the entries as a dict, in their order; those below another one are put into it."""
     nests = {entry.name for entry in entries if isinstance(entry.tree, dict) and entry.tree}
-    found: dict[Key, Tree] = {}
+    tree: dict[Key, Tree] = {}
     below: list[Named] = []
     for entry in entries:
         if prefix_in(nests, entry.name.rpartition(".")[0]):
             below.append(entry)
-        elif entry.key in found:
+        elif entry.key in tree:
             raise _is_nest(entry.name)
         else:
-            found[entry.key] = entry.tree
+            tree[entry.key] = entry.tree
     for entry in below:
-        _insert(found, entry)
-    return found
+        _insert(tree, entry)
+    return tree
 
 
 def _is_nest(name: str) -> ArgumentError:

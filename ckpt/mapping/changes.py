@@ -270,12 +270,12 @@ def _config_parameters(mapping: TensorMapping, config: Mapping[str, object]) -> 
     """Returns the parameters of a mapping that a model's configuration has, or its text model's."""
     text = config.get("text_config")
     config = {**text, **config} if isinstance(text, dict) else config
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for name, keys in mapping.parameters.items():
         values = [config[key] for key in keys if config.get(key) is not None]
         if values and isinstance(values[0], int) and not isinstance(values[0], bool):
-            found[name] = values[0]
-    return found
+            sizes[name] = values[0]
+    return sizes
 
 
 def _chosen(source: Source, select: str, selection: Selection) -> Mapped:
@@ -290,14 +290,14 @@ def _chosen(source: Source, select: str, selection: Selection) -> Mapped:
     if not selection.is_all:
         selection.check_chooses(set(names_of(tree)), url)
         tree = map_selected(tree, selection, lambda leaf, _: leaf)
-    found = Mapped.identity(replace(catalog, tree=tree))
+    mapped = Mapped.identity(replace(catalog, tree=tree))
     if not select:
-        return found
-    found = replace(found, catalog=replace(found.catalog, optimizers={}))  # by other paths
-    origins = {name: (join(select, name),) for name in found.origins}
+        return mapped
+    mapped = replace(mapped, catalog=replace(mapped.catalog, optimizers={}))  # by other paths
+    origins = {name: (join(select, name),) for name in mapped.origins}
     if len(origins) == 1 and isinstance(Saved(catalog).node(select), TensorRef):
         origins = dict.fromkeys(origins, (select,))
-    return replace(found, origins=origins)
+    return replace(mapped, origins=origins)
 
 
 def _below(catalog: Catalog, select: str, url: str) -> Tree:
@@ -482,14 +482,14 @@ def find_mapping(name: str) -> TensorMapping:
     Raises:
         ArgumentError: no mapping has this name; the message lists them.
     """
-    found = _names().get(name)
-    if found is None:
+    shipped = _names().get(name)
+    if shipped is None:
         raise ArgumentError(
             f"{name!r} is neither a mapping nor a file; the mappings are "
             f"{', '.join(mapping_names())}; mapping= also takes "
             f"{', '.join(sorted(_auto_names()))}, chosen by a config.json"
         )
-    file, is_inverse = found
+    file, is_inverse = shipped
     text = FAMILIES.joinpath(file).read_text(encoding="utf-8")
     mapping = parse_mapping(text, file.removesuffix(".toml"))
     return mapping.inverse(name) if is_inverse else mapping
@@ -506,11 +506,11 @@ def _names() -> dict[str, tuple[str, bool]]:
 
     `llama-hf-megatron.toml` is also `llama-megatron-hf`.
     """
-    found: dict[str, tuple[str, bool]] = {}
+    files_by_name: dict[str, tuple[str, bool]] = {}
     for place in FAMILIES.iterdir():
         stem, ending = place.name.rpartition(".")[::2]
         if ending == "toml":
             model, source, target = stem.split("-")
-            found[stem] = place.name, False
-            found[f"{model}-{target}-{source}"] = place.name, True
-    return found
+            files_by_name[stem] = place.name, False
+            files_by_name[f"{model}-{target}-{source}"] = place.name, True
+    return files_by_name

@@ -68,14 +68,14 @@ def member_of(rule: Rule, name: str) -> Member | None:
     Member(part=1, texts=('3',), indices=())
     """
     for part, source in enumerate(rule.sources):
-        found = names_matching(source).fullmatch(name)
-        if found is not None:
-            named = found.groupdict()
-            spans = {found.span(axis) for axis in named}
+        match = names_matching(source).fullmatch(name)
+        if match is not None:
+            named = match.groupdict()
+            spans = {match.span(axis) for axis in named}
             texts = [
                 text
-                for index, text in enumerate(found.groups(), 1)
-                if found.span(index) not in spans
+                for index, text in enumerate(match.groups(), 1)
+                if match.span(index) not in spans
             ]
             axes = name_axes(rule.sources[0])
             return Member(part, tuple(texts), tuple(int(named[axis]) for axis in axes))
@@ -234,7 +234,7 @@ class Group:
         self, array: _Array, right: Dims, dtype: DType
     ) -> dict[str, tuple[TensorRecord, Indices]]:
         """Returns the targets: parts of the array, in the order of their axes."""
-        found: dict[str, tuple[TensorRecord, Indices]] = {}
+        targets: dict[str, tuple[TensorRecord, Indices]] = {}
         axes, shared = name_axes(self.rule.targets[0]), shared_axes(self.rule)
         counts = [array.size(axis) for axis in axes]
         for number, (lo, hi) in enumerate(self._ranges(array)):
@@ -243,11 +243,11 @@ class Group:
                 part = array.part(named, lo, hi)
                 view = _flatten(part.permute(axes_of(right)), right)
                 name = name_with(self.rule.targets[number], self.texts, named)
-                if name in found:
+                if name in targets:
                     raise ArgumentError(f"{self.rule.where}: two tensors get the name {name}")
                 record = TensorRecord(name, view.shape, dtype, ViewPieces(view))
-                found[name] = record, tuple(named[axis] for axis in shared)
-        return found
+                targets[name] = record, tuple(named[axis] for axis in shared)
+        return targets
 
     def _ranges(self, array: _Array) -> list[tuple[int, int]]:
         """Returns the range of `*` of each target; of all indices if it has no list of names."""

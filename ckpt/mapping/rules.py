@@ -180,13 +180,13 @@ class TensorMapping:
     @property
     def size_names(self) -> frozenset[str]:
         """The names that a parameter can have: declared ones, axes, and those in sizes."""
-        found = set(self.parameters)
+        names = set(self.parameters)
         for rule in self.rules:
             if rule.rearrange is not None:
-                found.update(axes_of(rule.rearrange.left), axes_of(rule.rearrange.right))
+                names.update(axes_of(rule.rearrange.left), axes_of(rule.rearrange.right))
             for size in (*rule.sizes.values(), *rule.parts):
-                found.update(parameters_in(size))
-        return frozenset(found - {PARTS})
+                names.update(parameters_in(size))
+        return frozenset(names - {PARTS})
 
     def inverse(self, name: str | None = None) -> TensorMapping:
         """Returns the mapping from the targets to the sources, which adds no tied names.
@@ -350,30 +350,30 @@ class Rearrange:
 
 
 def _dims(text: str, where: str) -> Dims:
-    found: list[tuple[str, ...]] = []
+    dims: list[tuple[str, ...]] = []
     group: list[str] | None = None
     for token in _TOKEN.findall(text):
         if token == "(" and group is None:
             group = []
         elif token == ")" and group:
-            found.append(tuple(group))
+            dims.append(tuple(group))
             group = None
         elif token == ELLIPSIS and group is None:
-            found.append((ELLIPSIS,))
+            dims.append((ELLIPSIS,))
         elif _WORD.fullmatch(token):
             if group is None:
-                found.append((token,))
+                dims.append((token,))
             else:
                 group.append(token)
         else:
             raise ArgumentError(f"{where} is no rearrangement: {token!r} has no meaning there")
     if group is not None:
         raise ArgumentError(f"{where} is no rearrangement: a parenthesis is not closed")
-    flat = [axis for dim in found for axis in dim]
+    flat = [axis for dim in dims for axis in dim]
     twice = next((axis for axis in flat if flat.count(axis) > 1), None)
     if twice is not None:
         raise ArgumentError(f"{where} has the axis {twice} twice on one side")
-    return tuple(found)
+    return tuple(dims)
 
 
 def axes_of(dims: Dims) -> tuple[str, ...]:
@@ -417,7 +417,7 @@ def sizes_of(dims: Dims, shape: Shape, known: Mapping[str, int], where: str) -> 
     >>> sizes_of((("heads", "half"), ("i",)), (8, 3), {"heads": 2}, "w")
     {'heads': 2, 'half': 4, 'i': 3}
     """
-    found: dict[str, int] = {}
+    by_axis: dict[str, int] = {}
     for dim, size in zip(dims, shape, strict=True):
         unknown = [axis for axis in dim if axis not in known]
         if len(unknown) > 1:
@@ -435,8 +435,8 @@ def sizes_of(dims: Dims, shape: Shape, known: Mapping[str, int], where: str) -> 
                 f"{where}: a dimension of {size} of shape {list(shape)} is not ({' '.join(dim)}) "
                 f"with {sizes}"
             )
-        found.update({axis: known.get(axis, rest) for axis in dim})
-    return found
+        by_axis.update({axis: known.get(axis, rest) for axis in dim})
+    return by_axis
 
 
 def check_axes(

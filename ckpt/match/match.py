@@ -353,13 +353,13 @@ class _Matcher:
         Unknown versions count as the module's own, and so do those of names that were changed.
         """
         saved = self._builder.saved
-        found = saved.catalog.versions.get(path)
-        if own is None or found is None or found == own:
+        theirs = saved.catalog.versions.get(path)
+        if own is None or theirs is None or theirs == own:
             return None
         if saved.before and any(saved.before.get(n, n) != n for n in saved.under(path)):
             return None
-        others = (at for at in own.keys() | found.keys() if own.get(at, 1) != found.get(at, 1))
-        return found if any(saved.under(join(path, at) if at else path) for at in others) else None
+        others = (at for at in own.keys() | theirs.keys() if own.get(at, 1) != theirs.get(at, 1))
+        return theirs if any(saved.under(join(path, at) if at else path) for at in others) else None
 
     def _refuse(self, found: list[Difference]) -> None:
         """Raises an error of differences that a module's `load_state_dict` found, or warns."""
@@ -378,21 +378,21 @@ class _Matcher:
         the checkpoint. A module with its own way of loading keeps its entries.
         """
         tensors = dict(_loaded_names(module))
-        found: dict[str, object] = {}
+        loadable: dict[str, object] = {}
         for name, value in entries.items():
             if name in tensors or isinstance(value, LocalPart):
-                found[name] = value
+                loadable[name] = value
             else:
                 self._differ_in_module(join(path, name), "unexpected", NOT_TAKEN)
-        if any(isinstance(value, LocalPart) for value in found.values()):
-            return found  # a flat parameter has other names
+        if any(isinstance(value, LocalPart) for value in loadable.values()):
+            return loadable  # a flat parameter has other names
         for name, tensor in tensors.items():
-            if name not in found:
+            if name not in loadable:
                 if tensor is not None and join(path, name) in self._builder.saved.leaves:
-                    found[name] = tensor
+                    loadable[name] = tensor
                 else:
                     self._differ_in_module(join(path, name), "missing", LEFT_OPEN)
-        return found
+        return loadable
 
     def _differ_in_module(self, name: str, problem: DifferenceKind, detail: str) -> None:
         self._builder.owns(name)

@@ -59,7 +59,7 @@ def match_slices(
 
     `held` is the parameter's present state.
     """
-    found: list[_Saved] = []
+    saved_slices: list[_Saved] = []
     left_out = False
     for name, part in zip(named.names, named.slices, strict=True):
         where = join(path, name)
@@ -71,12 +71,12 @@ def match_slices(
         saved = builder.saved.node(where)
         builder.used.update(below)
         if isinstance(saved, dict):
-            found.append(_Saved(where, part, saved))
+            saved_slices.append(_Saved(where, part, saved))
         elif not isinstance(saved, Missing):
             builder.differ(where, "structure", "is not a dict of entries in the checkpoint")
     before = dict(entries) if left_out else {}
-    keys = dict.fromkeys(key for each in found for key in each.entries)
-    matching = _Slices(builder, named, entries, found)
+    keys = dict.fromkeys(key for each in saved_slices for key in each.entries)
+    matching = _Slices(builder, named, entries, saved_slices)
     steps = {key: matching.entry(key) for key in keys}
     return lambda: before | {key: step() for key, step in steps.items()}
 
@@ -197,7 +197,7 @@ def match_with_blocks(
 
     def install() -> object:
         plain: Any = step()
-        return plain | {key: found() for key, found in blocks.items()}
+        return plain | {key: flat() for key, flat in blocks.items()}
 
     return install
 
@@ -284,14 +284,14 @@ class _Blocks:
 
         def install() -> object:
             values = self._make(whole, shape, self.parameter.stride()).dequantize().flatten()
-            found = torch.zeros(local.numel(), dtype=values.dtype)
+            flat = torch.zeros(local.numel(), dtype=values.dtype)
             for piece in layout.pieces(rank):
                 box, strides = piece.box.shape, torch.empty(shape, device="meta").stride()
                 at = sum(lo * step for lo, step in zip(piece.box.lo, strides, strict=True))
-                found.as_strided(box, piece.strides, piece.at).copy_(
+                flat.as_strided(box, piece.strides, piece.at).copy_(
                     values.as_strided(box, strides, at)
                 )
-            return dtensor_like(self.parameter, found.view(local.shape).to(local.device))
+            return dtensor_like(self.parameter, flat.view(local.shape).to(local.device))
 
         return install
 

@@ -296,7 +296,7 @@ class _OptimizerMatch:
         if self.builder.selection.excludes(where) or not (is_named or self.builder.chooses(where)):
             return None
         lacking = [name for name in members if name not in group_of]
-        found = sorted({group_of[name] for name in members if name in group_of})
+        places = sorted({group_of[name] for name in members if name in group_of})
         if lacking:
             self.builder.differ(
                 where,
@@ -304,14 +304,14 @@ class _OptimizerMatch:
                 f"{len(lacking)} of its {len(members)} parameters are in no group of the "
                 f"checkpoint, the first is {lacking[0]}",
             )
-        if len(found) > 1:
+        if len(places) > 1:
             self.builder.differ(
                 where,
                 "structure",
-                f"its parameters are in the groups {found} of the checkpoint; give the optimizer "
+                f"its parameters are in the groups {places} of the checkpoint; give the optimizer "
                 f"the same groups, or keep its own options with exclude='{where}*'",
             )
-        return found[0] if len(found) == 1 else None
+        return places[0] if len(places) == 1 else None
 
     def _option(self, value: Tree, path: str, own: object) -> object:
         """Returns an option of a group. A tensor is new, and the load fills it.
@@ -463,13 +463,13 @@ def lacking_entries(group: Iterable[SavedState]) -> Iterator[Lacking]:
     for state in states:
         kinds.setdefault((state.dimensions, state.entries, state.placed), state)
     for state in states:
-        found: dict[Key, str] = {}
+        holders: dict[Key, str] = {}
         for other in kinds.values():
             if other.dimensions == state.dimensions and state.entries < other.entries:
                 for entry in other.placed - state.entries:
-                    found.setdefault(entry, other.name)
-        for entry in sorted(found, key=str):
-            yield Lacking(state.name, entry, found[entry])
+                    holders.setdefault(entry, other.name)
+        for entry in sorted(holders, key=str):
+            yield Lacking(state.name, entry, holders[entry])
 
 
 def _is_flat(entries: object) -> bool:

@@ -68,13 +68,13 @@ def _of_wrapped(saved: Saved, state: object) -> Iterator[tuple[str, str]]:
 def members_of_groups(saved: Saved, path: str) -> list[list[Key]] | None:
     """Returns the names of the parameters of each saved group; None if the groups are not lists."""
     groups = saved.node(join(path, "param_groups"))
-    found: list[list[Key]] = []
+    by_group: list[list[Key]] = []
     for group in groups if isinstance(groups, list) else ():
         members: Tree = group.get("params") if isinstance(group, dict) else None
         if not isinstance(members, list | tuple):
             return None
-        found.append([name for name in members if isinstance(name, str | int)])
-    return found or None
+        by_group.append([name for name in members if isinstance(name, str | int)])
+    return by_group or None
 
 
 def path_in_checkpoint(saved: Saved, path: str) -> str:
@@ -115,15 +115,15 @@ def _new_names(
     by_path = dict(zip(_paths(target), labels, strict=True))
     taken, prefix = set(labels), f"{target.module}." if target.module else ""
     saved_prefix = f"{module}." if module else ""
-    found: dict[Key, str] = {}
+    names: dict[Key, str] = {}
     for text in texts:
         if new[text] == text:
             full = saved.rename(saved_prefix + text)
             label = by_path.get(full) or full.removeprefix(prefix)
             while label in taken and full not in by_path:
                 label = f"other.{label}"  # by chance the name of another parameter of the target
-            found[text] = label
-    return found
+            names[text] = label
+    return names
 
 
 def _paths(target: OptimizerNames) -> list[str]:

@@ -234,13 +234,13 @@ def _ranges_of(
     requests = requests_for(record, _pieces(part, record.shape, copies), 0, copies)
     if not all(request.box_copy.is_direct for request in requests):
         return None
-    found: list[_Placed] = []
+    placed: list[_Placed] = []
     for byte_range in byte_ranges_of(requests, verify, limits):
         copy = byte_range.box_copy
         lo = byte_range.at if copy is None else copy.target.at * record.dtype.itemsize
-        found.append((lo, byte_range))
-    found.sort(key=itemgetter(0))
-    return found
+        placed.append((lo, byte_range))
+    placed.sort(key=itemgetter(0))
+    return placed
 
 
 def _pieces(part: OutgoingTensor, shape: Shape, copies: BoxCopies) -> Sequence[Piece]:

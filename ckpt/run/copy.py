@@ -154,13 +154,13 @@ class _Places:
                     "cannot be read alone: copy the folder of both, or convert it"
                 )
             nbytes = len(data) + sum(file.size for file in manifest.files)
-            found = Copied(name, place, len(manifest.files), nbytes, 0)
+            result = Copied(name, place, len(manifest.files), nbytes, 0)
             if to.exists(MANIFEST):
                 if read_manifest(to) == data:
-                    return found
+                    return result
                 raise ExistsError(f"{to.url} holds another checkpoint; copy to another place")
             copied = _copy(source, to, data, manifest, self.progress)
-        return Copied(name, place, found.files, nbytes, copied)
+        return Copied(name, place, result.files, nbytes, copied)
 
     def copy_pins(self) -> None:
         """Copies the files that pin steps."""

@@ -174,24 +174,24 @@ def _newer(ranks: Ranks, url: str, look: _Look, seen: _Seen | None, timeout: flo
 
     def find() -> _Seen | None:
         left = ROUND_SECONDS if ends is None else max(0.0, ends - monotonic())
-        found = look(seen, min(ROUND_SECONDS, left))
-        if found is None and ends is not None and monotonic() >= ends:
+        newer = look(seen, min(ROUND_SECONDS, left))
+        if newer is None and ends is not None and monotonic() >= ends:
             shown = parse(url).shown if is_live(url) else url
             last = "no version" if seen is None else f"no version after {seen.number}"
             raise WaitTimeoutError(f"{shown}: {last} was published within the timeout")
-        return found
+        return newer
 
     with ranks.call("ckpt.follow"):
         while True:
-            found, error = result_or_error(find) if ranks.rank == 0 else (None, None)
+            newer, error = result_or_error(find) if ranks.rank == 0 else (None, None)
             newest = ranks.agree(
                 "waiting for a newer version",
                 error,
-                number=0 if found is None else found.number + 1,
-                note=b"" if found is None else found.url.encode(),
+                number=0 if newer is None else newer.number + 1,
+                note=b"" if newer is None else newer.url.encode(),
             )
             if newest.number:
-                return found or _Seen(newest.number - 1, newest.note.decode())
+                return newer or _Seen(newest.number - 1, newest.note.decode())
 
 
 def _looks_at(store: LiveStore, address: LiveUrl) -> _Look:

@@ -114,11 +114,11 @@ class LocalTier:
         Raises ArgumentError if the folder has steps of another run.
         """
         try:
-            found = list_committed(self.options.folder, None)
+            committed = list_committed(self.options.folder, None)
         except FileNotFoundError:
             return []
         mine, steps = self.metadata[HOSTS], []
-        for checkpoint in found:
+        for checkpoint in committed:
             step = step_of(checkpoint.name)
             if step is None or not checkpoint.metadata:
                 continue
@@ -395,16 +395,16 @@ class MemoryTier:
         rows = gather(ranks, ranks.run_on_all("listing the steps in memory", list_versions))
         servers: Told = [((r[0][0], r[0][1]), versions_of(r[1])) for r in rows if r is not None]
         self._newest = max((v for _, known in servers for v in known), default=self._newest)
-        found = whole(servers)
+        complete = whole(servers)
 
         def tell() -> None:
-            for version in found:
+            for version in complete:
                 if server is not None and server.address in version.servers:
                     server.commit(version.version, version.files, version.info)
 
         ranks.run_on_all("telling the servers of each other", tell)
         here = hosts.addresses[hosts.here]
-        return [(version.step, _url(hosts, version, here)) for version in found]
+        return [(version.step, _url(hosts, version, here)) for version in complete]
 
     def close(self, is_over: bool) -> None:
         """Ends the servers if the run is over; else they keep the last steps for its next start."""

@@ -179,12 +179,12 @@ def _map_aligned(
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     try:
         _mmap_or_raise(address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
-        found = (ctypes.c_char * nbytes).from_address(address)
-        weakref.finalize(found, _munmap, start, room).atexit = False
+        memory = (ctypes.c_char * nbytes).from_address(address)
+        weakref.finalize(memory, _munmap, start, room).atexit = False
     except BaseException:
         _munmap(start, room)
         raise
-    return found
+    return memory
 
 
 def _mmap_or_raise(

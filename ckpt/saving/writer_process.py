@@ -133,13 +133,13 @@ def _work(
 def _memory(arena: int, known: dict[int, memoryview]) -> memoryview:
     """Returns the mapping of an arena; `known` has the last ones by the numbers of their files."""
     about = os.fstat(arena)
-    found = known.pop(about.st_ino, None)
-    if found is None or len(found) != about.st_size:
-        found = map_memory(arena)
+    memory = known.pop(about.st_ino, None)
+    if memory is None or len(memory) != about.st_size:
+        memory = map_memory(arena)
     while len(known) >= KNOWN_ARENAS:
         del known[next(iter(known))]
-    known[about.st_ino] = found
-    return found
+    known[about.st_ino] = memory
+    return memory
 
 
 def _yield_to_training() -> None:

@@ -110,12 +110,12 @@ def empty_for(record: TensorRecord, shape: Sequence[int]) -> torch.Tensor:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ArgumentTypeError(
             f"torch {torch.__version__} has no dtype {name}; install a newer torch"
         )
-    return found
+    return dtype
 
 
 def cast_into(

@@ -156,13 +156,13 @@ def _format_ranks(ranks: Collection[int]) -> str:
     >>> _format_ranks(range(4)), _format_ranks([2]), _format_ranks([1, 3])
     ('ranks 0 to 3', 'rank 2', 'ranks 1, 3')
     """
-    found = sorted(ranks)
-    if len(found) == 1:
-        return f"rank {found[0]}"
-    if len(found) > 2 and found == list(range(found[0], found[-1] + 1)):
-        return f"ranks {found[0]} to {found[-1]}"
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return "ranks " + ", ".join(map(str, found[:SHOWN])) + more
+    ordered = sorted(ranks)
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    if len(ordered) > 2 and ordered == list(range(ordered[0], ordered[-1] + 1)):
+        return f"ranks {ordered[0]} to {ordered[-1]}"
+    more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
+    return "ranks " + ", ".join(map(str, ordered[:SHOWN])) + more
 
 
 DEVICES = ("cuda", "xpu")

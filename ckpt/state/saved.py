@@ -97,15 +97,15 @@ def by_name(entries: Iterable[tuple[str, _T]], where: str = "the checkpoint") ->
 
     A file of torch.save may have both an entry `"a.b"` and an entry `"b"` of `"a"`.
     """
-    found: dict[str, _T] = {}
+    named: dict[str, _T] = {}
     for name, entry in entries:
-        if name in found:
+        if name in named:
             raise StateError(
                 f"two entries of {where} get the name {name!r}; give rename= other new names, or "
                 "leave one out (exclude=)"
             )
-        found[name] = entry
-    return found
+        named[name] = entry
+    return named
 
 
 def holds_tensor(tree: Tree) -> bool:
@@ -271,14 +271,14 @@ class Saved:
         """Returns the sorted names of the leaves at or below a name; of an item, its list's."""
         if not path:
             return self._sorted
-        found = [path] if path in self.leaves else []
+        below = [path] if path in self.leaves else []
         prefix = path + "."
         names = self._sorted
         at = bisect_left(names, prefix)
         while at < len(names) and names[at].startswith(prefix):
-            found.append(names[at])
+            below.append(names[at])
             at += 1
-        return found or self._lists_around(path)
+        return below or self._lists_around(path)
 
     def _lists_around(self, path: str) -> list[str]:
         """Returns the name of the list that has the item; empty if no list has it."""

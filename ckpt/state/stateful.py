@@ -183,15 +183,15 @@ def _tensor_entries(
 
 def parameter_names(state: object) -> ParameterNames:
     """Returns the names of all parameters of the modules in a state."""
-    found: dict[int, tuple[str, NamedParameter]] = {}
+    by_identity: dict[int, tuple[str, NamedParameter]] = {}
     for path, module in modules(state):
         for member in flat_members(module):
-            found.setdefault(id(member.parameter), (path, NamedParameter.of(member)))
+            by_identity.setdefault(id(member.parameter), (path, NamedParameter.of(member)))
         clean = CleanNames(module)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             named = NamedParameter(parameter, (clean.of(name),))
-            found.setdefault(id(parameter), (path, named))
-    return ParameterNames(found, state)
+            by_identity.setdefault(id(parameter), (path, named))
+    return ParameterNames(by_identity, state)
 
 
 def _check_undivided(parameters: list[torch.Tensor]) -> None:

@@ -158,12 +158,12 @@ def put_together(nest: Any) -> Any:
         return [put_together(item) for item in nest]
     if not isinstance(nest, dict):
         return nest
-    found = {k: put_together(v) if isinstance(v, dict | list) else v for k, v in nest.items()}
-    if CLASS not in found:
-        return found
-    shape, stride = torch.Size(found["shape"]), tuple(found["stride"])
-    known: Any = _class_named(found[CLASS])
-    return known.__tensor_unflatten__(found["tensors"], found["context"], shape, stride)
+    entries = {k: put_together(v) if isinstance(v, dict | list) else v for k, v in nest.items()}
+    if CLASS not in entries:
+        return entries
+    shape, stride = torch.Size(entries["shape"]), tuple(entries["stride"])
+    known: Any = _class_named(entries[CLASS])
+    return known.__tensor_unflatten__(entries["tensors"], entries["context"], shape, stride)
 
 
 def unknown_classes(nest: object) -> Iterator[str]:

@@ -92,12 +92,12 @@ def _path(url: str, parts: SplitResult) -> tuple[str, int | None]:
 
 
 def _token(url: str, parts: SplitResult) -> str | None:
-    found = parse_qsl(parts.query, keep_blank_values=True)
-    if not found:
+    pairs = parse_qsl(parts.query, keep_blank_values=True)
+    if not pairs:
         return None
-    if len(found) != 1 or found[0][0] != "token" or not found[0][1]:
+    if len(pairs) != 1 or pairs[0][0] != "token" or not pairs[0][1]:
         raise _address_error(url, "the only key after ? is token, with a value")
-    return found[0][1]
+    return pairs[0][1]
 
 
 def _address_error(url: str, why: str) -> ArgumentError:

@@ -88,16 +88,16 @@ class AzureDriver(Session):
         container, prefix = self._folder(folder)
 
         async def listing() -> list[ObjectInfo]:
-            found = []
+            entries = []
             async for blob in container.walk_blobs(name_starts_with=prefix, **self._once):
                 name = blob.name[len(prefix) :]
                 if name.endswith("/"):
-                    found.append(ObjectInfo(name.rstrip("/"), False, 0, 0.0))
+                    entries.append(ObjectInfo(name.rstrip("/"), False, 0, 0.0))
                 elif name:
-                    found.append(_object_info(name, blob))
+                    entries.append(_object_info(name, blob))
             # Accounts with real folders also list each folder as an empty blob.
-            folders = {entry.name for entry in found if not entry.is_file}
-            return [entry for entry in found if not entry.is_file or entry.name not in folders]
+            folders = {entry.name for entry in entries if not entry.is_file}
+            return [entry for entry in entries if not entry.is_file or entry.name not in folders]
 
         return self._run(listing())
 
@@ -225,15 +225,15 @@ class AzureDriver(Session):
 
         async def pending() -> list[Unfinished]:
             blobs = {blob.name async for blob in container.list_blobs(prefix, **self._once)}
-            found = []
+            uploads = []
             all_kinds = container.list_blobs(prefix, include=["uncommittedblobs"], **self._once)
             async for blob in all_kinds:
                 name = blob.name[len(prefix) :]
                 if blob.name not in blobs and "/" not in name:
                     began = blob.last_modified  # an unknown time counts as now: never old
                     started = began.timestamp() if began else time.time()
-                    found.append(Unfinished(name, started, ""))
-            return found
+                    uploads.append(Unfinished(name, started, ""))
+            return uploads
 
         return self._run(pending())
 

@@ -59,10 +59,10 @@ def own_options(options: Mapping[str, Any]) -> tuple[OwnOptions, dict[str, Any]]
     (OwnOptions(concurrency=8, max_bandwidth=200000000.0, user_agent=''), {'anon': True})
     """
     others = dict(options)
-    found = {
+    own = {
         field.name: others.pop(field.name) for field in fields(OwnOptions) if field.name in others
     }
-    most, bandwidth = found.get("concurrency"), found.get("max_bandwidth")
+    most, bandwidth = own.get("concurrency"), own.get("max_bandwidth")
     if most is not None and (type(most) is not int or most < 1):
         raise ArgumentError(f"storage_options= has concurrency={most!r}: give a number from 1 on")
     rate: Any = bandwidth
@@ -73,7 +73,7 @@ def own_options(options: Mapping[str, Any]) -> tuple[OwnOptions, dict[str, Any]]
         raise ArgumentError(
             f"storage_options= has max_bandwidth={bandwidth!r}: give bytes in a second, or 200MB"
         )
-    agent = found.get("user_agent", "")
+    agent = own.get("user_agent", "")
     if not isinstance(agent, str) or not (agent.isascii() and agent.isprintable()):
         raise ArgumentError(f"storage_options= has user_agent={agent!r}: give printable ASCII text")
     return OwnOptions(most, None if rate is None else float(rate), agent), others
@@ -437,12 +437,12 @@ class GcsDriver(FsspecDriver):
 
     def bucket_setting(self, folder: str, subject: str) -> Mapping[str, Any]:
         """Returns a setting of the bucket in the form that S3 has; empty if it was never made."""
-        found = self._fs.call("GET", "b/{}", self._fs.split_path(folder)[0], json_out=True)
+        setting = self._fs.call("GET", "b/{}", self._fs.split_path(folder)[0], json_out=True)
         if subject == "versioning":
-            return {"Status": "Enabled"} if found.get("versioning", {}).get("enabled") else {}
+            return {"Status": "Enabled"} if setting.get("versioning", {}).get("enabled") else {}
         if subject == "object lock":
-            return dict(found.get("retentionPolicy", {}))
-        return {"Rules": [*_rules_as_s3(found.get("lifecycle", {}).get("rule", ()))]}
+            return dict(setting.get("retentionPolicy", {}))
+        return {"Rules": [*_rules_as_s3(setting.get("lifecycle", {}).get("rule", ()))]}
 
     def error_class(self, error: BaseException) -> ErrorClass:
         """Returns the class of an error of gcsfs, which has made retries of its own."""

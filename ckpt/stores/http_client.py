@@ -149,12 +149,12 @@ class HttpClient:
         headers = {"Accept": JSON_TYPE}
         data = None if body is None else json.dumps(body).encode()
         with self._answering(method, path, headers, data, wait_seconds) as response:
-            found = _body(response, MOST_ANSWER_BYTES + 1)
-            if len(found) > MOST_ANSWER_BYTES:
+            content = _body(response, MOST_ANSWER_BYTES + 1)
+            if len(content) > MOST_ANSWER_BYTES:
                 raise ProtocolError(
                     f"{self.place}: an answer has more than {MOST_ANSWER_BYTES:,} bytes"
                 )
-            return Answer(response.status, _lower_headers(response), found)
+            return Answer(response.status, _lower_headers(response), content)
 
     def read_whole(self, path: str, limit: int) -> Answer | int:
         """Returns the answer with all bytes of a file; its size if it is above `limit`."""

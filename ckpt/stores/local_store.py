@@ -95,24 +95,24 @@ class LocalStore:
             return sorted(entry.name for entry in entries if _says(entry.is_file))
 
     def entries(self, folder: str = "") -> list[str]:
-        found = []
+        names = []
         with self._scan(folder) as entries:
             for entry in entries:
                 if _says(entry.is_dir):  # first: a run's folder has many
                     if entry.name != DISK_S_OWN:
-                        found.append(f"{entry.name}/")
+                        names.append(f"{entry.name}/")
                 elif _says(entry.is_file):
-                    found.append(entry.name)
-        return sorted(found)
+                    names.append(entry.name)
+        return sorted(names)
 
     def sizes(self) -> dict[str, int]:
-        found = {}
+        sizes = {}
         with self._scan() as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):  # deleted since the listing
                     if _says(entry.is_file):
-                        found[entry.name] = entry.stat().st_size
-        return dict(sorted(found.items()))
+                        sizes[entry.name] = entry.stat().st_size
+        return dict(sorted(sizes.items()))
 
     def folders(self) -> list[str]:
         with self._scan() as entries:
@@ -158,16 +158,16 @@ class LocalStore:
 
     def list_unfinished(self) -> list[Unfinished]:
         """Returns the `.part` files in the folder (rule 1). A process may still write to one."""
-        found = []
+        unfinished_files = []
         for part in self.names():
             matched = _PART.fullmatch(part)
             if matched:
                 with suppress(FileNotFoundError):
                     status = self._status(part)
-                    found.append(
+                    unfinished_files.append(
                         Unfinished(matched[1], _arrival_time(status), part, status.st_size)
                     )
-        return found
+        return unfinished_files
 
     def unfinished_bytes(self, unfinished: Unfinished) -> int:
         return unfinished.nbytes

@@ -131,12 +131,12 @@ class ObjectStore(ConditionalWrites, OverNetwork):
     def sizes(self) -> dict[str, int]:
         """Returns the sizes of the files directly in the folder, in one listing if it has them."""
         sizes = {}
-        for found in self._listing():
-            if found.is_file:
+        for entry in self._listing():
+            if entry.is_file:
                 with suppress(FileNotFoundError):  # deleted since the listing
-                    known = found.nbytes
-                    sizes[found.name] = (
-                        self._status(found.name).nbytes or 0 if known is None else known
+                    known = entry.nbytes
+                    sizes[entry.name] = (
+                        self._status(entry.name).nbytes or 0 if known is None else known
                     )
         return sizes
 
@@ -171,14 +171,14 @@ class ObjectStore(ConditionalWrites, OverNetwork):
     def read_whole(self, name: str, limit: int) -> bytes:
         path = self._path(name)
         try:
-            found, tag = self._try("reading", name, lambda: self._driver.get(path, limit))
+            content, tag = self._try("reading", name, lambda: self._driver.get(path, limit))
         except FileNotFoundError:
             self._tags[name] = None
             raise
         self._tags[name] = tag
-        if isinstance(found, int):
-            raise TooLargeError(f"{self.url}/{name}", found, limit)
-        return found
+        if isinstance(content, int):
+            raise TooLargeError(f"{self.url}/{name}", content, limit)
+        return content
 
     def server_path(self, name: str) -> tuple[object, str]:
         """Returns the session, and the path that it has for a file."""
@@ -193,12 +193,12 @@ class ObjectStore(ConditionalWrites, OverNetwork):
         """Reads the last bytes of a file in one request. Raises SizeError unless it has `size`."""
         target = bytearray(length)
         try:
-            found = self._fetch(name, size - length, [memoryview(target)])
+            file_bytes = self._fetch(name, size - length, [memoryview(target)])
         except PastEndError as error:
-            found = error.size
-        found = self.size(name) if found is None else found
-        if found != size:
-            raise SizeError(f"{self.url}/{name}", found, size)
+            file_bytes = error.size
+        file_bytes = self.size(name) if file_bytes is None else file_bytes
+        if file_bytes != size:
+            raise SizeError(f"{self.url}/{name}", file_bytes, size)
         return bytes(target)
 
     def read_into(self, name: str, offset: int, *targets: memoryview) -> None:

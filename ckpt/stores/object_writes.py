@@ -451,12 +451,12 @@ class ConditionalWrites:
 
     def _has(self, name: str, data: memoryview) -> bool:
         try:
-            found, tag = self._driver.get(self._path(name), len(data))
+            content, tag = self._driver.get(self._path(name), len(data))
         except Exception as error:
             if self._driver.error_class(error) is ErrorClass.MISSING:
                 return False
             raise
-        if found != bytes(data):
+        if content != bytes(data):
             return False
         self._tags[name] = tag
         return True

@@ -151,15 +151,15 @@ class S3Driver(Session):
         bucket, prefix = self._folder(folder)
         if not bucket:  # the list of buckets is not a folder of checkpoints
             return []
-        found: list[ObjectInfo] = []
+        entries: list[ObjectInfo] = []
         for page in self._pages("list_objects_v2", Bucket=bucket, Prefix=prefix, Delimiter="/"):
             for entry in page.get("CommonPrefixes", ()):
                 name = entry["Prefix"][len(prefix) :].rstrip("/")
-                found.append(ObjectInfo(name, False, 0, 0.0))
+                entries.append(ObjectInfo(name, False, 0, 0.0))
             for entry in page.get("Contents", ()):
                 if name := entry["Key"][len(prefix) :]:  # some servers have an object for a folder
-                    found.append(_object_info(name, entry))
-        return found
+                    entries.append(_object_info(name, entry))
+        return entries
 
     def list_below(self, folder: str) -> list[ObjectInfo] | None:
         """Lists the objects below a prefix, without a delimiter."""
@@ -282,14 +282,14 @@ class S3Driver(Session):
     def list_multipart(self, folder: str) -> list[Unfinished]:
         """Lists the multipart uploads anywhere below a prefix."""
         bucket, prefix = self._folder(folder)
-        found, page = [], dict[str, Any]()
+        uploads, page = [], dict[str, Any]()
         for page in self._pages("list_multipart_uploads", Bucket=bucket, Prefix=prefix):
             for entry in page.get("Uploads", ()):
                 name = entry["Key"][len(prefix) :]
-                found.append(Unfinished(name, entry["Initiated"].timestamp(), entry["UploadId"]))
+                uploads.append(Unfinished(name, entry["Initiated"].timestamp(), entry["UploadId"]))
         if page.get("IsTruncated"):
             raise OSError("the server has more uploads, and does not tell where they begin")
-        return found
+        return uploads
 
     def old_versions(self, folder: str) -> tuple[int, int]:
         """Returns the number of versions below a prefix that are not current, and their bytes.

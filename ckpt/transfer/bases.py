@@ -126,15 +126,15 @@ def check_unused(
     """
     parent, name = split_url(one_spelling(url))
     with open_store(parent, options) as store:
-        found = checkpoints_in(store)
-        users = [folder for folder in borrowers_among(found, name) if folder not in gone]
+        checkpoints = checkpoints_in(store)
+        users = [folder for folder in borrowers_among(checkpoints, name) if folder not in gone]
         if users:
             raise InUseError(
                 f"{os.fspath(url)}: {borrowing(users)} and cannot be read without it: first delete "
                 "each checkpoint that borrows, or make it whole with `ckpt convert`"
             )
-        check_readable(found, store, url, name, gone if before is None else {*before.unclear})
-    return found
+        check_readable(checkpoints, store, url, name, gone if before is None else {*before.unclear})
+    return checkpoints
 
 
 def check_readable(

@@ -267,16 +267,16 @@ def _wrong_with(store: Store, data: bytes) -> str:
     One of a later save is right too, and none. A store that fails now has confirmed the bytes.
     """
     try:
-        found = _read_committed(store)
+        committed = _read_committed(store)
     except GoneError:
         return ""
     except FormatError as error:
         return str(error)
     except OSError:
         return ""
-    if found is not None and found != data:
+    if committed is not None and committed != data:
         try:
-            load(found)
+            load(committed)
         except FormatError:
             return "the store returns other bytes than were written"
     return ""

@@ -138,12 +138,12 @@ def _write_files(
     """Writes files into a bucket (rule 3)."""
     own = plans[ranks.rank : -1 : ranks.world_size]
     last = plans[-1:] if ranks.rank == 0 else ()
-    found = ranks.run_on_all("writing", partial(copier.write, writer, own))
+    records = ranks.run_on_all("writing", partial(copier.write, writer, own))
     written: list[bytes] = []
     for turn in range(-(-(len(plans) - 1) // ranks.world_size)):
-        written += ranks.gather("writing", found[turn] if turn < len(found) else b"")
-    found = ranks.run_on_all("writing", partial(copier.write, writer, last))
-    return [*written[: len(plans) - 1], *found]
+        written += ranks.gather("writing", records[turn] if turn < len(records) else b"")
+    records = ranks.run_on_all("writing", partial(copier.write, writer, last))
+    return [*written[: len(plans) - 1], *records]
 
 
 def hash_of(plans: Sequence[FilePlan]) -> int:

@@ -166,14 +166,14 @@ class Facts:
         """Returns the files of the checkpoint among the names in its folder; None if unknown."""
         if self.shards is None:
             return None
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         files = []
         for name in names:
             matched = SHARD.fullmatch(name)
             if matched is not None and matched[1] in self.shards:
-                found[matched[1]] += 1
+                counts[matched[1]] += 1
                 files.append(name)
-        return files if found == self.shards else None
+        return files if counts == self.shards else None
 
 
 class Known(NamedTuple):
@@ -513,7 +513,7 @@ def _index_in(data: bytes) -> dict[str, Known]:
     if content["version"] != INDEX_VERSION:
         raise UnsupportedError(f"it has the version {content['version']}")
     texts = content["texts"]
-    found = {}
+    known = {}
 
     def text(value: str | int) -> str:
         return texts[value] if isinstance(value, int) else value
@@ -528,5 +528,5 @@ def _index_in(data: bytes) -> dict[str, Known]:
             stored_bytes=nbytes,
             structure=text(structure),
         )
-        found[name] = Known(size, tag, facts)
-    return found
+        known[name] = Known(size, tag, facts)
+    return known

@@ -113,7 +113,7 @@ class RecordSums:
         """Returns the byte ranges that only checksums need, in the order of the files."""
         if self.verify != "all":
             return []
-        found: list[ByteRange] = []
+        ranges: list[ByteRange] = []
         with self._lock:
             records = list(self._open.values())
         for record in records:
@@ -124,8 +124,8 @@ class RecordSums:
             for start, stop in record.missing(0, extent.nbytes):
                 for lo in range(extent.offset + start, extent.offset + stop, most_bytes):
                     hi = min(lo + most_bytes, extent.offset + stop)
-                    found.append(ByteRange(extent.file, lo, hi, request, False, lo, -1, None))
-        return sorted(found, key=lambda byte_range: byte_range[:2])
+                    ranges.append(ByteRange(extent.file, lo, hi, request, False, lo, -1, None))
+        return sorted(ranges, key=lambda byte_range: byte_range[:2])
 
     @property
     def unverified(self) -> tuple[str, ...]:
@@ -238,16 +238,16 @@ class _Record:
 
     def missing(self, lo: int, hi: int) -> list[_Range]:
         """Returns the parts of `[lo, hi)` that are not claimed."""
-        found = []
+        gaps = []
         at = self._first(lo)
         while at < len(self.claimed) and self.claimed[at][0] < hi:
             start, stop = self.claimed[at]
             if lo < start:
-                found.append((lo, start))
+                gaps.append((lo, start))
             lo, at = max(lo, stop), at + 1
         if lo < hi:
-            found.append((lo, hi))
-        return found
+            gaps.append((lo, hi))
+        return gaps
 
     def _first(self, lo: int) -> int:
         """Returns the index of the first claimed range that ends at `lo` or later."""

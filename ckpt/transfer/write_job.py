@@ -61,15 +61,15 @@ class Ring:
 
     def offsets(self, plan: SavePlan) -> list[int]:
         """Returns the first byte of each item in the memory, or among the bytes that pass."""
-        waiting, first, passing, found = set(self.waiting), 0, 0, []
+        waiting, first, passing, offsets = set(self.waiting), 0, 0, []
         for number, item in enumerate(plan.items):
             if number in waiting:
-                found.append(passing)
+                offsets.append(passing)
                 passing += item.nbytes
             else:
-                found.append(first)
+                offsets.append(first)
                 first += item.nbytes
-        return found
+        return offsets
 
     @property
     def step_bytes(self) -> int:

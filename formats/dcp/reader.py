@@ -217,13 +217,13 @@ class Items:
 
     def find(self, name: str, offsets: object) -> Extent:
         """Returns the byte range of an item, a whole small zip."""
-        found = self._extents.get((name, offsets))
-        if found is None:
+        extent = self._extents.get((name, offsets))
+        if extent is None:
             place = "" if offsets is None else f" at {offsets}"
             raise CorruptError(
                 f"{METADATA}: no item is listed for {name}{place}; restore it from another copy"
             )
-        return found
+        return extent
 
     def _tails(self) -> dict[str, int]:
         """Replaces the places of tensors in safetensors files. Returns the end of their zips."""
@@ -231,17 +231,17 @@ class Items:
         for (_, offsets), extent in self._extents.items():
             if offsets is not None:
                 starts.setdefault(extent.file, set()).add(extent.offset)
-        found = {}
+        tails = {}
         for file, places in starts.items():
             at = min(places)
             if len(places) == 1 and self._is_safetensors(file, at):
-                found[file] = at
-        for file, at in found.items():
+                tails[file] = at
+        for file, at in tails.items():
             header = read_header(self._reader, file, at)
             for key, extent in self._extents.items():
                 if extent.file == file and key[1] is not None:
                     self._extents[key] = self._entry(key[0], header, extent)
-        return found
+        return tails
 
     def _is_safetensors(self, file: str, at: int) -> bool:
         """Whether the tensors of a file, which have one place, are a safetensors file there."""

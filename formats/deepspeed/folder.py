@@ -114,16 +114,16 @@ class _Names:
 def _files(reader: Reader) -> _Names:
     """Returns the names of the files. Raises UnsupportedError for parts of a model."""
     entries = reader.entries()
-    found = _Names(is_universal="zero/" in entries)
+    names = _Names(is_universal="zero/" in entries)
     for name in entries:
-        for pattern, table in ((_MODEL, found.models), (_OPTIMIZER, found.optimizers)):
+        for pattern, table in ((_MODEL, names.models), (_OPTIMIZER, names.optimizers)):
             if (match := pattern.fullmatch(name)) is not None:
                 rank, parallel = int(match[1] or 0), int(match[2])
                 other = table.setdefault(parallel, {}).setdefault(rank, name)
                 if other != name:
                     raise FormatError(f"{other} and {name} are both of rank {rank}; remove one")
-    _check_whole(reader, entries, found)
-    return found
+    _check_whole(reader, entries, names)
+    return names
 
 
 def _check_whole(reader: Reader, entries: Iterable[str], found: _Names) -> None:
@@ -303,7 +303,7 @@ class _Step:
         names = self._names.models[self._parallel]
         files = [self._model, *(self._open(names[rank]) for rank in sorted(names)[1:])]
         parts = [file.part("frozen_param_fragments") for file in files]
-        found: Nested = {}
+        frozen: Nested = {}
         for name, shape in shapes_of(self._model, shapes, "frozen_param_shapes").items():
             each = zip(files, parts, strict=True)
             lines = [
@@ -318,8 +318,8 @@ class _Step:
                 )
             pieces = FlatPieces(shape, lines, 0, share)
             record = TensorRecord(self._nest.claim(("module", name)), shape, lines[0].dtype, pieces)
-            found[name] = self._nest.place(record.name, record)
-        return found
+            frozen[name] = self._nest.place(record.name, record)
+        return frozen
 
 
 def _is_empty(value: object) -> bool:
@@ -358,7 +358,7 @@ def universal_states(
             f"{reader.url}/{FOLDER}: there is no folder of the parameter {min(lost)!r:.200}, and "
             f"{len(lost) - 1} others are missing; copy them too"
         )
-    found, sizes, limits = States(), {}, current()
+    states, sizes, limits = States(), {}, current()
 
     def open_files(name: str) -> dict[str, File]:
         with apply_limits(limits):  # a thread has none of its own
@@ -366,11 +366,11 @@ def universal_states(
 
     with Pool(THREADS) as pool:
         for name, files in zip(names, pool.map(open_files, names), strict=True):
-            found.state[name] = {}
+            states.state[name] = {}
             for key, file in files.items():
                 sizes[file.name] = file.size
-                _add(nest, file, name, key, shapes.get(name), found)
-            if name not in found.fp32:
+                _add(nest, file, name, key, shapes.get(name), states)
+            if name not in states.fp32:
                 raise CorruptError(
                     f"{FOLDER}/{name}: the file {WEIGHTS}.pt is missing; copy it too"
                 )
@@ -383,11 +383,11 @@ def universal_states(
             for at in range(max(map(len, models)))
         ]
         options = file.items(file.part(), "param_groups")
-        found.groups.extend(option_groups(nest, file, options, members))
-        found.values.update(other_values(nest, file, file.part()))
-        _add_common_state(nest, file, members, found)
-        found.own_steps()
-    return found, sizes
+        states.groups.extend(option_groups(nest, file, options, members))
+        states.values.update(other_values(nest, file, file.part()))
+        _add_common_state(nest, file, members, states)
+        states.own_steps()
+    return states, sizes
 
 
 def _add_common_state(

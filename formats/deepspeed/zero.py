@@ -84,16 +84,16 @@ def zero_states(nest: Nest, files: Sequence[File], groups: Sequence[Shapes]) -> 
         FormatError: the partitions do not hold the parameters.
         UnsupportedError: the layout of the state is not one of the rules above.
     """
-    found = States()
+    states = States()
     partitions = _Partitions(nest, files)
     partitions.check(groups)
     for number, shapes in enumerate(groups):
-        _add_group(partitions, number, shapes, found)
+        _add_group(partitions, number, shapes, states)
     names = [list(shapes) for shapes in groups]
-    found.groups.extend(option_groups(nest, files[0], partitions.options(), names))
-    found.own_steps()
-    found.values.update(other_values(nest, files[0], partitions.contents[0]))
-    return found
+    states.groups.extend(option_groups(nest, files[0], partitions.options(), names))
+    states.own_steps()
+    states.values.update(other_values(nest, files[0], partitions.contents[0]))
+    return states
 
 
 def option_groups(
@@ -175,12 +175,12 @@ class _Partitions:
         if every is None:
             return []
         rows = file.items({"gaps": every}, "gaps")
-        found = file.items({"gaps": rows[number]}, "gaps") if number < len(rows) else []
-        if len(found) == parameters:
-            gaps = [each for each in found if type(each) is int and 0 <= each < ELEMENTS]
+        items = file.items({"gaps": rows[number]}, "gaps") if number < len(rows) else []
+        if len(items) == parameters:
+            gaps = [each for each in items if type(each) is int and 0 <= each < ELEMENTS]
             if len(gaps) == parameters:
                 return gaps
-        raise file.unlike("padding for each parameter", found, "param_alignment_paddings", number)
+        raise file.unlike("padding for each parameter", items, "param_alignment_paddings", number)
 
     def segments(self, values: Sequence[object], key: str) -> list[Segment]:
         """Returns the state of all ranks as parts of lines; none if its form is another one."""

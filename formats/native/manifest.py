@@ -278,18 +278,18 @@ def file_names(data: bytes, file: str = MANIFEST) -> list[str]:
 
 def leading_entries(text: str) -> dict[str, Any]:
     """Returns the first entries of a JSON object without spaces, up to its files, or a cut."""
-    decoder, found, at = json.JSONDecoder(), dict[str, Any](), 1
+    decoder, entries, at = json.JSONDecoder(), dict[str, Any](), 1
     try:
-        while text[at - 1] in "{," and "files" not in found:
+        while text[at - 1] in "{," and "files" not in entries:
             key, at = decoder.raw_decode(text, at)
             if text[at] != ":" or not isinstance(key, str):
                 break
             value, at = decoder.raw_decode(text, at + 1)
-            found[key] = value
+            entries[key] = value
             at += 1
     except (ValueError, IndexError, RecursionError):
         pass
-    return found
+    return entries
 
 
 def is_table(rows: object) -> TypeGuard[list[list[Any]]]:

@@ -145,12 +145,12 @@ def records_of(run: memoryview, chunk_bytes: int) -> list[bytes]:
         return [RECORD.pack(digest(run), size)]
     pack = RECORD.pack
     whole = size - size % chunk_bytes
-    found = [
+    records = [
         pack(digest(run[at : at + chunk_bytes]), chunk_bytes) for at in range(0, whole, chunk_bytes)
     ]
     if whole < size:
-        found.append(pack(digest(run[whole:]), size - whole))
-    return found
+        records.append(pack(digest(run[whole:]), size - whole))
+    return records
 
 
 WORKERS = 4

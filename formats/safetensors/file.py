@@ -150,12 +150,12 @@ def parse(data: bytes, file: str, file_size: int | None = None) -> Header:
         )
     document = decode_object(data[PREFIX_BYTES:data_offset], f"{file}: the header")
     metadata = _metadata(document.pop(METADATA_KEY, None), file)
-    found = [_entry(name, described, file) for name, described in document.items()]
-    found.sort(key=_BEGIN_END)
-    _check_covers(found, file)
+    entries = [_entry(name, described, file) for name, described in document.items()]
+    entries.sort(key=_BEGIN_END)
+    _check_covers(entries, file)
     if file_size is not None:
-        _check_end(found, file_size - data_offset, file)
-    return Header({entry.name: entry for entry in found}, metadata, data_offset)
+        _check_end(entries, file_size - data_offset, file)
+    return Header({entry.name: entry for entry in entries}, metadata, data_offset)
 
 
 def build(
@@ -472,14 +472,14 @@ def _true_shape(entry: Entry, dtype: DType, file: str) -> tuple[int, ...]:
 
 def _json_object(text: str, key: str, file: str) -> dict[str, str]:
     """Returns the JSON object from text to text in a metadata entry of ckpt's."""
-    found: dict[str, str] = {}
+    entries: dict[str, str] = {}
     for name, value in decode_object(text, f"{file}: {key} in its metadata").items():
         if not isinstance(value, str):
             raise FormatError(
                 f"{file}: {key} in its metadata has {value!r:.80} for {name}, which is not text"
             )
-        found[name] = value
-    return found
+        entries[name] = value
+    return entries
 
 
 def _check_aliases(aliases: Mapping[str, str], header: Header, file: str) -> None:

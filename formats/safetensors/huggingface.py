@@ -227,13 +227,13 @@ def _read_index(reader: Reader, name: str) -> dict[str, str]:
     size = reader.size(name)
     check("index_bytes", size, name)
     index = decode_object(reader.read(name, 0, size), f"{name}: the index")
-    found = index.get("weight_map")
-    if not isinstance(found, dict):
+    files_by_tensor = index.get("weight_map")
+    if not isinstance(files_by_tensor, dict):
         raise FormatError(
             f'{name}: an index is {{"metadata": ..., "weight_map": {{tensor: file}}}}'
         )
     weight_map: dict[str, str] = {}
-    for tensor, file in found.items():
+    for tensor, file in files_by_tensor.items():
         if not isinstance(file, str):
             raise FormatError(f"{name}: the file of {tensor} is {file!r:.80}, which is not a name")
         if file in ("", ".", "..") or not file.isprintable() or set("/\\:") & set(file):
@@ -317,14 +317,14 @@ def module_names(reader: Reader) -> dict[str, str]:
         listed = json.loads(reader.read(MODULES, 0, size))
     except ValueError:
         return {}  # of another library
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for each in listed if isinstance(listed, list) else ():
         path, name = (each.get("path"), each.get("name")) if isinstance(each, dict) else (None, "")
         if isinstance(path, str) and not set("\\:") & set(path):
             path = path.strip("/")
             if path not in ("", ".") and ".." not in path.split("/"):
-                found[path] = str(name)
-    return found
+                names[path] = str(name)
+    return names
 
 
 def plans(
@@ -359,16 +359,16 @@ def _plans(
     if len(shards) == 1:
         return [plan_tensors(base + _WHOLE, shards[0], state.aliases, state.metadata, start)]
     folder, _, stem = base.rpartition("/")
-    weight_map, found = {}, []
+    weight_map, plans = {}, []
     for number, shard in enumerate(shards, 1):
         name = f"{stem}-{number:05d}-of-{len(shards):05d}{_WHOLE}"
         path = f"{folder}/{name}" if folder else name
-        found.append(plan_tensors(path, shard, state.aliases, state.metadata, start))
+        plans.append(plan_tensors(path, shard, state.aliases, state.metadata, start))
         weight_map.update({tensor.name.removeprefix(start): name for tensor in shard})
     total = sum(tensor.nbytes for tensor in tensors)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    return [*found, FilePlan(base + _INDEX, [text.encode()])]
+    return [*plans, FilePlan(base + _INDEX, [text.encode()])]
 
 
 def with_modules(reader: Reader, catalog: Catalog) -> Catalog:

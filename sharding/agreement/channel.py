@@ -272,7 +272,7 @@ class Link:
             self.is_lost = size == 0
             if size < READ_BYTES:
                 break
-        data, at, found = b"".join(self._received), 0, []
+        data, at, messages = b"".join(self._received), 0, []
         while len(data) >= at + _LENGTHS.size:
             head, body = _LENGTHS.unpack_from(data, at)
             begin = at + _LENGTHS.size
@@ -283,12 +283,12 @@ class Link:
                 break
             at = begin + head + body
             try:
-                found.append(Message.unpack(data[begin : begin + head], data[begin + head : at]))
+                messages.append(Message.unpack(data[begin : begin + head], data[begin + head : at]))
             except (ValueError, TypeError, RecursionError):  # the sender is not a rank
                 self.is_lost = True
                 break
-        self.has_heard |= bool(found)
-        self.messages, self._received = deque((*self.messages, *found)), [data[at:]]
+        self.has_heard |= bool(messages)
+        self.messages, self._received = deque((*self.messages, *messages)), [data[at:]]
 
     def wait(self, seconds: float) -> None:
         """Returns when bytes have arrived or have been sent, or after so many seconds."""

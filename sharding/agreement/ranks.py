@@ -400,21 +400,21 @@ def _channel(group: ProcessGroup | None, rank: int, purpose: str) -> Channel:
     from torch.distributed import distributed_c10d
 
     over = distributed_c10d._get_default_group() if group is None else group
-    found = _channels.setdefault(over, {})
-    if purpose not in found:
+    by_name = _channels.setdefault(over, {})
+    if purpose not in by_name:
         # None for MPI, although torch declares a Store.
         store = cast("Store | None", distributed_c10d._get_process_group_store(over))
         world_size = dist.get_world_size(over)
         if "fake" in str(dist.get_backend(over)):
-            found[purpose] = FakeChannel(rank, world_size)
+            by_name[purpose] = FakeChannel(rank, world_size)
         elif store is None:
             raise ArgumentError(
                 "the process group has no store, by which its ranks find each other, as torch's "
                 "backend mpi: make the group with gloo or nccl, which mpirun can start too"
             )
         else:
-            found[purpose] = _make_channel(PrefixStore("ckpt", store), rank, world_size, purpose)
-    return found[purpose]
+            by_name[purpose] = _make_channel(PrefixStore("ckpt", store), rank, world_size, purpose)
+    return by_name[purpose]
 
 
 def _make_channel(store: Store, rank: int, world_size: int, purpose: str) -> Channel:

@@ -199,13 +199,13 @@ class Rendezvous:
         for host in self._hosts(place):
             try:
                 seconds = max(0.1, min(CONNECT_SECONDS, until - monotonic()))
-                found = socket.create_connection((host, place.port), seconds)
+                link = socket.create_connection((host, place.port), seconds)
             except OSError as error:
                 problems.append(f"{host} port {place.port}: {error}")
                 continue
-            if found.getsockname() != found.getpeername():  # a free port can connect to itself
-                return found, ""
-            found.close()
+            if link.getsockname() != link.getpeername():  # a free port can connect to itself
+                return link, ""
+            link.close()
             problems.append(f"{host} port {place.port}: no process listens")
         return None, "; ".join(problems)
 
@@ -220,14 +220,14 @@ class Rendezvous:
 def _place_of(stored: bytes) -> _Place:
     """Returns the place in the store. Raises ConnectionError if another version wrote it."""
     try:
-        found = _Place(**json.loads(stored))
+        place = _Place(**json.loads(stored))
     except (ValueError, TypeError):
-        found = None
-    if found is None or found.protocol != PROTOCOL:
+        place = None
+    if place is None or place.protocol != PROTOCOL:
         raise ConnectionError(
             "rank 0 has another version of ckpt: install the same version for all ranks"
         )
-    return found
+    return place
 
 
 def _greet(connected: socket.socket, secret: str, rank: int) -> Link:

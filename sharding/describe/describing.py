@@ -219,15 +219,15 @@ def state_dict_keys(module: nn.Module) -> dict[str, str]:
 def _names_of(module: nn.Module, keys: Iterable[str], clean: CleanNames) -> dict[str, str]:
     if not clean.has_wrappers:
         return {key: key for key in keys}
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for key in keys:
         name = clean.of(key)
-        if found.setdefault(name, key) != key:
+        if names.setdefault(name, key) != key:
             raise ShardingError(
-                f"the entries {found[name]!r} and {key!r} of a {type(module).__name__} both get "
+                f"the entries {names[name]!r} and {key!r} of a {type(module).__name__} both get "
                 f"the name {name!r}, as names have no parts of wrappers; rename one of them"
             )
-    return found
+    return names
 
 
 _is_local: ContextVar[bool] = ContextVar("_is_local", default=False)

@@ -405,7 +405,7 @@ def _find_strided(
 
     Each has its placement as the last cut. See [Note: FSDP over tensor parallelism].
     """
-    found: dict[int, Shard] = {}
+    strided: dict[int, Shard] = {}
     for axis, placement in enumerate(placements):
         if not isinstance(placement, StridedShard):
             continue
@@ -417,8 +417,8 @@ def _find_strided(
         parts = prod(size for size, _ in right)
         uneven = shape[placement.dim] % (parts * mesh.sizes[axis]) != 0
         if uneven and parts == placement.split and all(isinstance(p, Shard) for _, p in right):
-            found[axis] = Shard(placement.dim)
-    return found
+            strided[axis] = Shard(placement.dim)
+    return strided
 
 
 class Grids:

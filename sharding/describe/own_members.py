@@ -135,7 +135,7 @@ NOWHERE = Mesh.grid((), ())
 
 def slices_of(param_group: FlatParamGroup) -> list[FlatSlice]:
     """Returns, by parameter, its slice of this rank's shard, with its layout."""
-    found = []
+    slices = []
     groups = param_group.groups
     axes = {"replicate": groups.replicate.ranks, "shard": groups.shard.ranks}
     grids = Grids(axes["shard"][groups.shard.rank], axes, groups.grid)
@@ -145,8 +145,8 @@ def slices_of(param_group: FlatParamGroup) -> list[FlatSlice]:
         divided = param_group.is_divided and slot.numel
         cut = FlatShard(slot.at, param_group.packing.shard_numel) if divided else None
         layout = grids.layout(slot.shape, before, cut)
-        found.append(FlatSlice(begin, begin + hi - lo, layout, (id(param_group), index)))
-    return found
+        slices.append(FlatSlice(begin, begin + hi - lo, layout, (id(param_group), index)))
+    return slices
 
 
 def _iter_parallel_layouts(param_group: FlatParamGroup) -> Iterator[Layout | None]:
@@ -226,7 +226,7 @@ def local_parts(
     another size than its record, and WorldMismatchError if another `rank` or `world_size` than the
     given one made the state dict.
     """
-    found: dict[str, object] = {}
+    parts: dict[str, object] = {}
     records = dict(_by_key(state))
     if not records and any(key.rpartition(".")[2].startswith("_flat_param") for key in state):
         raise ShardingError(
@@ -236,12 +236,12 @@ def local_parts(
     for key, value in state.items():
         entry = records.get(key)
         if entry is None:
-            found[key] = value
+            parts[key] = value
             continue
         check_made_by(key, entry.record, rank, world_size)
         _check_size(key, value, entry.record["rank"], entry.numel)
-        found |= entry.parts(value)
-    return found
+        parts |= entry.parts(value)
+    return parts
 
 
 def check_made_by(key: str, record: Record, rank: int | None, world_size: int | None) -> None:

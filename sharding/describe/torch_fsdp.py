@@ -106,13 +106,13 @@ def flat_members(module: nn.Module) -> Iterator[FlatMember]:
 def buffer_dtypes(module: nn.Module) -> dict[str, torch.dtype]:
     """Returns the original dtypes of the buffers that mixed precision has cast, by name."""
     clean = CleanNames(module)
-    found: dict[str, torch.dtype] = {}
+    dtypes: dict[str, torch.dtype] = {}
     for path, unit in module.named_modules():
         if is_unit(unit) and unit.mixed_precision.buffer_dtype is not None:
             for name, dtype in unit._buffer_name_to_orig_dtype.items():
                 if name not in unit._ignored_buffer_names:
-                    found[clean.of(f"{path}.{name}" if path else name)] = dtype
-    return found
+                    dtypes[clean.of(f"{path}.{name}" if path else name)] = dtype
+    return dtypes
 
 
 def parts_by_name(module: nn.Module, state: Mapping[str, object]) -> dict[str, object]:

@@ -356,24 +356,24 @@ def _describe_wait(rank: int, note: Note | None, mine: Note) -> str:
 
 def _exchange(here: int, asked: list[int], note: Note) -> dict[int, Note]:
     """Returns the notes of other ranks, by rank; stores this rank's note first."""
-    found: dict[int, Note] = {}
+    notes: dict[int, Note] = {}
     with suppress(RuntimeError, ValueError):  # the store is lost: the report names no others
         store = _store()
         if store is None:
-            return found
+            return notes
         mine, until = _read(store, here), monotonic()
         if mine is None or mine.group != note.group:  # the note of the first failure stays
             _leave(store, here, note)
             until += ANSWER_SECONDS
         while True:
             for rank in asked:
-                read = None if rank in found else _read(store, rank)
+                read = None if rank in notes else _read(store, rank)
                 if read is not None and (read.group == note.group or monotonic() > until):
-                    found[rank] = read
-            if len(found) == len(asked) or monotonic() > until:
-                return found
+                    notes[rank] = read
+            if len(notes) == len(asked) or monotonic() > until:
+                return notes
             sleep(_POLL_SECONDS)
-    return found
+    return notes
 
 
 def _leave(store: Store | None, here: int, note: Note) -> None:

@@ -112,13 +112,13 @@ class Runtime:
         """
         if stopped.unit is not self.root:
             return []
-        found = [c for calls in self.running.values() for c in calls if c.start > stopped.start]
-        found.sort(key=lambda call: -call.start)
-        for call in found:
+        late = [c for calls in self.running.values() for c in calls if c.start > stopped.start]
+        late.sort(key=lambda call: -call.start)
+        for call in late:
             self.running[call.unit].remove(call)
             if not self.running[call.unit]:
                 del self.running[call.unit]
-        return found
+        return late
 
     def begin_forward(self) -> None:
         """Begins a forward of the outermost unit: reshards parameters that may be out of date."""

@@ -513,7 +513,7 @@ def free_parameters(
     for unit in units_of(modules):
         for param_group in unit.param_groups:
             taken |= {(id(owner), key) for owner, key in param_group.places()}
-    found: dict[int, FreeParameter] = {}
+    free: dict[int, FreeParameter] = {}
     for root in modules:
         for prefix, part in root.named_modules():
             if part in skipped:
@@ -522,9 +522,9 @@ def free_parameters(
                 if parameter is None or id(parameter) in left_out or (id(part), key) in taken:
                     continue
                 name = f"{prefix}.{key}" if prefix else key
-                entry = found.setdefault(id(parameter), FreeParameter(parameter, [], name))
+                entry = free.setdefault(id(parameter), FreeParameter(parameter, [], name))
                 entry.owners.append((part, key))
-    yield from found.values()
+    yield from free.values()
 
 
 def find_tied_group(found: FreeParameter) -> ParamGroup | None:

@@ -248,12 +248,12 @@ def _mesh(param_group: FlatParamGroup, before: DTensorSpec | None) -> DeviceMesh
                 return root[name]
     if replicas.group is None or shard_group.group is None:
         return mesh_over(shard_group.group, param_group.device.type)
-    found = _grids.setdefault(shard_group.group, WeakKeyDictionary())
-    if replicas.group not in found:
-        found[replicas.group] = _from_groups(
+    meshes = _grids.setdefault(shard_group.group, WeakKeyDictionary())
+    if replicas.group not in meshes:
+        meshes[replicas.group] = _from_groups(
             [replicas.group, shard_group.group], param_group.device.type, ("replicate", "shard")
         )
-    return found[replicas.group]
+    return meshes[replicas.group]
 
 
 def _join_meshes(mesh: DeviceMesh, behind: DeviceMesh) -> DeviceMesh:
@@ -416,12 +416,12 @@ def _fill_spread(param_group: FlatParamGroup, pairs: list[tuple[FlatPart, torch.
     ranks, slices = Ranks(own), slices_of(param_group)
 
     def moves() -> list[Move]:
-        found = []
+        moves = []
         for part, value in pairs:
             local, have = describe(value, part.name, ranks.mesh)
             check_source(part.name, local, have, ranks.global_rank)
-            found.append(Move(part.name, local, have, part.local, slices[part.index].layout))
-        return found
+            moves.append(Move(part.name, local, have, part.local, slices[part.index].layout))
+        return moves
 
     redistribute(ranks.run_on_all(LOADING, moves), group=own, stage=LOADING)
 

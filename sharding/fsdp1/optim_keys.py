@@ -84,14 +84,14 @@ class ModelNames:
 
     def of_parameter(self, parameter: torch.Tensor, position: int) -> NamedParameter:
         """Returns the names of an optimizer's parameter, or raises OptimizerMismatchError."""
-        found = self.by_identity.get(id(parameter))
-        if found is None:
+        named = self.by_identity.get(id(parameter))
+        if named is None:
             raise OptimizerMismatchError(
                 f"parameter {position} of the optimizer, of shape {tuple(parameter.shape)}, is not "
                 "a parameter of the module: make the optimizer after the module is wrapped, and "
                 "pass the module that has all of its parameters"
             )
-        return found
+        return named
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,10 +316,10 @@ class SavedGroups:
     def _one_of(self, keys: Sequence[Key], known: Keyed) -> int | None:
         """Returns the one saved group of these parameters; None without parameters."""
         names = [name for key in keys for name in known.parameters[key].names]
-        found = {self.group_of[name]: name for name in names if name in self.group_of}
-        if len(found) > 1:
+        groups = {self.group_of[name]: name for name in names if name in self.group_of}
+        if len(groups) > 1:
             raise OptimizerMismatchError(
                 "parameters of one group of the optimizer, or of one flat parameter, were in "
-                f"several groups when it was saved: {found}; give the optimizer the same groups"
+                f"several groups when it was saved: {groups}; give the optimizer the same groups"
             )
-        return next(iter(found), None)
+        return next(iter(groups), None)

@@ -274,7 +274,7 @@ def _convert(plan: _Plan, wanted: OptimRequest, made: Made) -> Made:
         for entry, value in by_name(entries)
         if isinstance(value, LocalPart | DTensor) and (name, entry) not in made
     ]
-    found = convert_kind(
+    converted = convert_kind(
         {f"{name}.{entry}": plan.entries[name][entry] for name, entry in places},
         wanted.kind,
         rank0_only=wanted.rank0_only,
@@ -283,8 +283,8 @@ def _convert(plan: _Plan, wanted: OptimRequest, made: Made) -> Made:
     )
     results = {}
     for name, entry in places:
-        if f"{name}.{entry}" in found:
-            value = found[f"{name}.{entry}"]
+        if f"{name}.{entry}" in converted:
+            value = converted[f"{name}.{entry}"]
             shares = _memory(value) == _memory(plan.entries[name][entry])
             results[name, entry] = _copy(value, to_cpu=False) if shares else value
     return results

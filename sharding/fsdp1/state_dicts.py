@@ -101,14 +101,14 @@ def state_dict_type(
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     """Returns the settings of all instances in a module. Raises ArgumentError if they differ."""
-    found = [entry_point.state_dict_settings for entry_point in entry_points(module)]
-    for other in found[1:]:
-        if other != found[0]:
+    settings = [entry_point.state_dict_settings for entry_point in entry_points(module)]
+    for other in settings[1:]:
+        if other != settings[0]:
             raise ArgumentError(
                 "All FSDP modules must have the same state dict settings; got "
-                f"{found[0]} and {other}"
+                f"{settings[0]} and {other}"
             )
-    return found[0] if found else chosen_for(module) or default_settings_of(module)
+    return settings[0] if settings else chosen_for(module) or default_settings_of(module)
 
 
 def default_settings_of(module: nn.Module) -> StateDictSettings:
@@ -223,14 +223,14 @@ class _Hooks:
         """Replaces the unit's parameters by plain tensors in new memory."""
         for own in self._own:
             for keys in own.keys:
-                found = [prefix + key for key in keys if prefix + key in state]
-                if not found:
+                names = [prefix + key for key in keys if prefix + key in state]
+                if not names:
                     continue
-                value = state[found[0]].detach()
+                value = state[names[0]].detach()
                 if isinstance(value, DTensor):  # tensor parallelism divides it too
                     value = value.full_tensor()
                 value = value.to("cpu" if to_cpu else value.device, copy=True)
-                state.update(dict.fromkeys(found, value))
+                state.update(dict.fromkeys(names, value))
 
     def _make_rows(self, state: dict[str, Any], prefix: str, to_cpu: bool) -> None:
         """Replaces the unit's parameters by DTensors, a flat one by all parameters in it."""

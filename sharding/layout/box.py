@@ -290,14 +290,14 @@ def touching(segments: Segments, size: int, lo: int, hi: int, split: int = 1) ->
     >>> touching(((0, 8),), 4, 3, 5)
     [1, 2]
     """
-    found: set[int] = set()
+    coordinates: set[int] = set()
     for a, b in inside(segments, lo, hi):
         for first, last in _chunks(length(segments), split):
             low, high = max(a, first) - first, min(b, last) - first
             if low < high:
                 step = -(-(last - first) // size)
-                found.update(range(low // step, (high - 1) // step + 1))
-    return sorted(found)
+                coordinates.update(range(low // step, (high - 1) // step + 1))
+    return sorted(coordinates)
 
 
 def inside(segments: Segments, lo: int, hi: int) -> tuple[tuple[int, int], ...]:
@@ -306,13 +306,13 @@ def inside(segments: Segments, lo: int, hi: int) -> tuple[tuple[int, int], ...]:
     >>> inside(((0, 2), (5, 9)), 1, 7)
     ((1, 2), (2, 4))
     """
-    found, at = [], 0
+    ranges, at = [], 0
     for start, stop in segments:
         a, b = max(lo, start), min(hi, stop)
         if a < b:
-            found.append((at + a - start, at + b - start))
+            ranges.append((at + a - start, at + b - start))
         at += stop - start
-    return tuple(found)
+    return tuple(ranges)
 
 
 def take_range(segments: Segments, lo: int, hi: int) -> list[tuple[int, int, int]]:
@@ -321,13 +321,13 @@ def take_range(segments: Segments, lo: int, hi: int) -> list[tuple[int, int, int
     >>> take_range(((0, 2), (5, 9)), 1, 4)
     [(1, 2, 1), (5, 7, 2)]
     """
-    found, at = [], 0
+    ranges, at = [], 0
     for start, stop in segments:
         a, b = max(lo, at), min(hi, at + stop - start)
         if a < b:
-            found.append((start + a - at, start + b - at, a))
+            ranges.append((start + a - at, start + b - at, a))
         at += stop - start
-    return found
+    return ranges
 
 
 def _between(segments: Segments, lo: int, hi: int) -> Iterator[tuple[int, int]]:

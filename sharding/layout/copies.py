@@ -54,15 +54,15 @@ def copies_to(have: Layout, want: Layout, rank: int) -> Iterator[Copy]:
     if have.shape != want.shape:
         raise ArgumentError(f"one tensor cannot have both the shapes {have.shape} and {want.shape}")
     for target in want.pieces(rank):
-        found = 0
+        covered = 0
         for source_rank in have.holders(target.box, near=rank):
             for source in have.pieces(source_rank):
                 box = source.box & target.box
                 if box:
-                    found += box.numel
+                    covered += box.numel
                     yield Copy(source_rank, source.part(box), rank, target.part(box))
-        if found != target.box.numel:
-            missing = target.box.numel - found
+        if covered != target.box.numel:
+            missing = target.box.numel - covered
             raise HoleError(f"{missing} elements of box {target.box} are held by no rank of {have}")
 
 
@@ -150,10 +150,10 @@ def windows(shape: Shape, most: int) -> Iterator[Box]:
 
 
 def _within(copies: tuple[Copy, ...], box: Box) -> tuple[Copy, ...]:
-    found = []
+    copies_in = []
     for copy in copies:
         part = copy.box & box
         if part:
             source, target = copy.source.part(part), copy.target.part(part)
-            found.append(Copy(copy.source_rank, source, copy.target_rank, target))
-    return tuple(found)
+            copies_in.append(Copy(copy.source_rank, source, copy.target_rank, target))
+    return tuple(copies_in)

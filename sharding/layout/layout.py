@@ -239,13 +239,13 @@ class Mesh:
             rest = position
         else:
             rest = rank - self._lowest
-        found = [0] * len(self.sizes)
+        coordinate = [0] * len(self.sizes)
         for axis, size, step, last in self._digits:
             index, rest = divmod(rest, step)
             if not 0 <= index < size:
                 return None
-            found[axis] = last - index if last else index
-        return None if rest else tuple(found)
+            coordinate[axis] = last - index if last else index
+        return None if rest else tuple(coordinate)
 
     def ascending(self, axes: Sequence[int]) -> Mesh | None:
         """Returns the mesh in which the ranks ascend along these axes; itself if they do already.

@@ -156,7 +156,7 @@ def _take_local(
     records: dict[str, Record] = {}
     for record in metadata.get(FLAT_PARAMETERS, ()):
         records |= {prefix + name: record for names in record["fqns"] for name in names}
-    found: dict[str, DTensor] = {}
+    taken: dict[str, DTensor] = {}
     for key, target in targets.items():
         value = state.get(key)
         if not isinstance(value, torch.Tensor):
@@ -170,8 +170,8 @@ def _take_local(
                 f"in the local state dict, and {tuple(local.shape)} in the module; it was "
                 "truncated, or belongs to another rank or world size"
             )
-        found[key] = dtensor_like(target, value)
-    state.update(found)
+        taken[key] = dtensor_like(target, value)
+    state.update(taken)
 
 
 def _take_whole_or_sharded(state: dict[str, Any], targets: dict[str, DTensor]) -> None:

@@ -316,7 +316,7 @@ class _Batch:
         """Returns the messages by receiver; of a rank that has failed, its mark alone (rule 5)."""
         failures = self._failures
         packed: dict[tuple[tuple[int, Piece], ...], torch.Tensor] = {}
-        found: dict[int, torch.Tensor] = {}
+        messages: dict[int, torch.Tensor] = {}
         if not failures.mark:
             try:
                 for rank, message in self._out.items():
@@ -324,8 +324,8 @@ class _Batch:
                     if places not in packed:
                         packed[places] = _new_message(message.nbytes, 0, device)
                         _pack(packed[places][HEADER_BYTES:], message.parts)
-                    found[rank] = packed[places]
-                return found
+                    messages[rank] = packed[places]
+                return messages
             except Exception as error:
                 failures.set(error, self._route.here)
         # gloo takes a shorter message in the place of a longer one; NCCL waits for all bytes.

@@ -178,27 +178,27 @@ def describe(
 def _facts(catalog: Catalog, wrong: str) -> list[list[str]]:
     """Returns the facts that come first: label, value, note, and whether it is good or bad."""
     metadata = catalog.metadata
-    found = [["step", metadata["step"], "", ""]] if "step" in metadata else []
+    rows = [["step", metadata["step"], "", ""]] if "step" in metadata else []
     for name, value in metrics_of(metadata).items():
-        found.append([name, numbers({name: value}).partition("=")[2], "", ""])
+        rows.append([name, numbers({name: value}).partition("=")[2], "", ""])
     if "time" in metadata:
         day, _, hour = date(metadata["time"]).partition(" ")
-        found.append(["saved", day, hour, ""])
+        rows.append(["saved", day, hour, ""])
     if parameters := parameters_in(catalog):
-        found.append(["parameters", amount(parameters), f"{parameters:,} in the model", ""])
+        rows.append(["parameters", amount(parameters), f"{parameters:,} in the model", ""])
     files = size(sum(file.size for file in catalog.files))
-    found.append(["size", files, f"{len(catalog.tensors):,} tensors", ""])
+    rows.append(["size", files, f"{len(catalog.tensors):,} tensors", ""])
     if "world_size" in metadata:
-        found.append(["ranks", metadata["world_size"], "wrote it", ""])
+        rows.append(["ranks", metadata["world_size"], "wrote it", ""])
     written = [file.size for file in catalog.files if is_shard(file.name)]
     if len(written) > 1:
         mean = sum(written) / len(written)
         note = f"largest file of a rank, by the mean; {size(min(written))} to {size(max(written))}"
-        found.append(["balance", f"{max(written) / mean:.2f} ×", note, ""])
+        rows.append(["balance", f"{max(written) / mean:.2f} ×", note, ""])
     native = "all files are there in their sizes; ckpt verify compares every bit"
     is_native = catalog.format == "ckpt"
     note = wrong or (native if is_native else "its structure is; ckpt verify tells what it checks")
-    return [*found, ["state", "damaged" if wrong else "complete", note, "bad" if wrong else "good"]]
+    return [*rows, ["state", "damaged" if wrong else "complete", note, "bad" if wrong else "good"]]
 
 
 def chain_of(url: str, catalog: Catalog, options: Mapping[str, Any] | None) -> list[str]:
