@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from subprocess import PIPE
 from threading import Thread
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +28,7 @@ from tests.live.hosts import Client, check_no_more_descriptors, descriptors_of
 from tests.live.layouts import spread
 from tests.live.offered import RUNTIME
 
+ROOT = Path(__file__).parents[2]
 SECONDS = 60
 ROWS, COLUMNS = 600, 1500
 STATE_BYTES = 2 * 2 * ROWS * COLUMNS
@@ -214,6 +219,42 @@ def test_a_source_that_fails_costs_nobody_an_error(publisher: Publisher, failure
         found = client.ask("POST", folder + file, {"pieces": told}).json["pieces"]
         assert found[0][1] == ["127.0.0.1", job.share._port]  # and not the one that failed
         client.ask("DELETE", f"/swarm/leases/{lease}")
+
+
+SOURCE = """
+import sys
+from tests.live.test_swarm import Reader
+
+job = Reader(sys.argv[1])
+assert job.load()
+print("shares", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_a_source_that_is_killed_in_the_middle_costs_nobody_an_error(publisher: Publisher) -> None:
+    command, done = [sys.executable, "-c", SOURCE, publisher.url(2)], swarm.Share._done
+    first: list[int] = []  # the pieces that were right when the source was killed
+
+    def kill(share: swarm.Share, one: Any, taken: Any, right: int) -> None:
+        if not first:
+            source.kill()
+        first.append(right)
+        done(share, one, taken, right)
+
+    with ExitStack() as stack:
+        source = stack.enter_context(subprocess.Popen(command, stdin=PIPE, stdout=PIPE, cwd=ROOT))
+        stack.callback(source.kill)
+        assert source.stdout is not None
+        assert source.stdout.readline() == b"shares\n"
+        (job,) = stack.enter_context(readers(publisher, 1))
+        before = publisher.sent()
+        stack.enter_context(patch.object(swarm.Share, "_done", kill))
+        assert job.load()
+        assert source.wait() == -signal.SIGKILL
+        assert first[0]  # the source had given a piece
+        assert publisher.sent() - before > FEW * STATE_BYTES  # and not the rest
 
 
 _following: list[Any] = []
