@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import lru_cache
 from itertools import accumulate
+from threading import Lock
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -27,10 +29,13 @@ from ckpt.transfer.live_deltas import Area, Delta
 from formats.errors import CorruptError, FormatError, GoneError
 from formats.limits import current
 from formats.native.manifest import MANIFEST, ShardFile, load
+from formats.storage import LOCAL_READ_BYTES
 
 if TYPE_CHECKING:
     from ckpt.transfer.live_deltas import Array
 
+AHEAD_BYTES = 1 << 20
+"""The bytes of a delta file that are read at once from a store that takes time to answer."""
 SPAN_BYTES = 4 << 20
 """The longest part of a file that is in memory for a box of elements."""
 
@@ -77,6 +82,8 @@ class _Opened:
         if self.link.before is not None and self.files.keys() != self.link.deltas.keys():
             raise FormatError(f"{where}: its deltas are not those of its shard files")
         self._frames: dict[int, list[tuple[int, int]]] = {}
+        self._part = lru_cache(2)(self._read_part)
+        self._lock = Lock()
 
     def data_bytes(self, rank: int) -> int:
         """Returns the bytes of the data of a shard file."""
@@ -90,9 +97,9 @@ class _Opened:
 
     def frames(self, rank: int, first: int, last: int) -> list[bytes]:
         """Returns frames `first` to `last`, in one read. Raises CorruptError for damage."""
-        name, index = self.link.deltas[rank].name, self._index(rank)
+        index = self._index(rank)
         lo, hi = index[first][0], index[last][0]
-        data = self.store.read(name, lo, hi - lo) if lo < hi else b""
+        data = self._bytes(rank, lo, hi) if lo < hi else b""
         found = []
         for at in range(first, last):
             begin, end = index[at][0], index[at + 1][0]
@@ -100,6 +107,19 @@ class _Opened:
             if xxhash.xxh3_64_intdigest(found[-1]) != index[at][1]:
                 raise self._damage_error(rank, begin, end)
         return found
+
+    def _bytes(self, rank: int, lo: int, hi: int) -> bytes:
+        """Returns bytes of a delta file, by few requests to a store that takes time to answer."""
+        if self.store.read_bytes <= LOCAL_READ_BYTES or hi - lo >= AHEAD_BYTES:
+            return self.store.read(self.link.deltas[rank].name, lo, hi - lo)
+        first, last = lo // AHEAD_BYTES, -(-hi // AHEAD_BYTES)
+        with self._lock:  # the threads of a load want neighbouring frames, in any order
+            data = b"".join([self._part(rank, number) for number in range(first, last)])
+        return data[lo - first * AHEAD_BYTES : hi - first * AHEAD_BYTES]
+
+    def _read_part(self, rank: int, number: int) -> bytes:
+        delta, begin = self.link.deltas[rank], number * AHEAD_BYTES
+        return self.store.read(delta.name, begin, min(AHEAD_BYTES, delta.size - begin))
 
     def apply(self, rank: int, frame: bytes, memory: memoryview) -> None:
         """Brings one frame in memory to this version. Raises CorruptError for damage."""
@@ -214,10 +234,7 @@ class StoredVersion(ReadOnlyStore):
         if not self.exists(name):
             raise GoneError(f"{self.url}/{name}")
         if end > self.size(name):
-            raise CorruptError(
-                f"{self.url}/{name}: bytes {offset}:{end} are needed, the file ends at "
-                f"{self.size(name)}"
-            )
+            raise self.truncation_error(name, offset, end, self.size(name))
         if name == MANIFEST:
             _fill(views, memoryview(self._newest.link.manifest.encode())[offset:end])
         elif self._below == self._number:
@@ -260,12 +277,6 @@ class StoredVersion(ReadOnlyStore):
     def close(self) -> None:
         """Closes the folders of other versions; that of this one is the opener's."""
         self._stack.close()
-
-    def __enter__(self) -> StoredVersion:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _open(self, number: int) -> _Opened:
         """Returns another version of the chain. Raises GoneError if it is not there any more."""

@@ -23,9 +23,11 @@ import xxhash
 import zstandard
 
 import ckpt
-from ckpt.live.chain import LIVE_VERSION
+from ckpt.live.chain import FRAME_BYTES, LIVE_VERSION
+from ckpt.live.stored_version import StoredVersion
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.store import open_store
+from ckpt.transfer.live_deltas import Area
 from tests.live.layouts import spread
 from tests.live.offered import RUNTIME
 
@@ -435,6 +437,28 @@ def test_in_memory_of_this_process_a_thread_writes_the_chain(alone: None) -> Non
     version = next(ckpt.follow(url))
     assert version.number == 3
     assert torch.equal(ckpt.load(version.url, zeros())["matrix"], whole(3)["matrix"])
+
+
+def test_neighbouring_frames_come_together_from_a_store_that_takes_time(alone: None) -> None:
+    state, url = whole(1), "memory://far-chain"
+    with ckpt.publish(state, "far", through=url) as live:
+        for name, tensor in whole(2).items():
+            state[name].copy_(tensor)
+        live.update().wait(SECONDS)
+    with open_store(f"{url}/version-00000002") as store, StoredVersion(store) as version:
+        ((name, rank),) = version._ranks.items()
+        begin, nbytes = version._newest.files[rank].header_bytes, version._newest.data_bytes(rank)
+        kind = type(store)
+        with patch.object(kind, "read", autospec=True, side_effect=kind.read) as reads:
+            for at in range(0, nbytes, FRAME_BYTES):
+                size = min(FRAME_BYTES, nbytes - at)
+                area = Area(begin + at, 1, (size,), (1,), False)
+                delta = version.delta(name, [area])
+                assert delta is not None
+                assert delta.nbytes > 0
+        assert nbytes > 2 * FRAME_BYTES
+        assert reads.call_count == 1
+
 
 
 @pytest.mark.parametrize(
