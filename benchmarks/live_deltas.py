@@ -87,18 +87,18 @@ class ChangingJob(Job):
 
     def load_from(self, **options: Any) -> None:
         """Loads over TCP, and counts the bytes that come and the processor time of the server."""
-        fetch, delta, began = LiveStore._fetch, LiveStore.delta, self.server_seconds()
+        fetch, delta, began = LiveStore.fetch, LiveStore.delta, self.server_seconds()
 
-        def fetched(store: LiveStore, lease: Any, file: str, offset: int, views: Any) -> None:
+        def fetched(store: LiveStore, file: str, offset: int, views: Any) -> None:
             self.came += sum(map(len, views))
-            fetch(store, lease, file, offset, views)
+            fetch(store, file, offset, views)
 
         def differed(store: LiveStore, file: str, areas: Any) -> Any:
             found = delta(store, file, areas)
             self.came += 0 if found is None else found.nbytes
             return found
 
-        with patch.object(LiveStore, "_fetch", fetched), patch.object(LiveStore, "delta", differed):
+        with patch.object(LiveStore, "fetch", fetched), patch.object(LiveStore, "delta", differed):
             self.load_over_tcp(**options)
         dist.barrier()
         self.server += self.server_seconds() - began

@@ -26,7 +26,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from struct import Struct
 from typing import Any
@@ -341,20 +341,20 @@ class PartJob:
 def _write(job: PartJob, writer: ArenaWriter | None) -> ShardSummary:
     """Writes a rank's files by the writer process, or here for a store that it cannot reach."""
     if writer is None:
-        return write_part(asdict(job), memoryview(b""), -1, lambda done: None)
-    message = call_message(f"{__name__}:write_part", asdict(job))
+        return write_part(job, memoryview(b""), -1, lambda done: None)
+    message = call_message(f"{__name__}:write_part", job)
     return writer.writer().call(message, writer.arena, version_url(job.url, job.number))
 
 
 def write_part(
-    fields: Mapping[str, Any], data: memoryview, arena: int, advance: Callable[[int], None]
+    job: PartJob, data: memoryview, arena: int, advance: Callable[[int], None]
 ) -> ShardSummary:
     """Writes a rank's files of a version.
 
     Returns the size of the delta file, 0 without one, the width of its elements in the place of the
     header's bytes, and the digest of its index.
     """
-    job, nbytes, digest = PartJob(**fields), 0, "-"
+    nbytes, digest = 0, "-"
     with open_store(job.live) as live:
         if job.is_whole:
             size = live.size(job.shard)

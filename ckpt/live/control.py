@@ -226,7 +226,8 @@ class ControlServer:
 
     def _drop(self, name: str, version: int, overdue: bool) -> bool:
         in_flight = self._host.is_in_flight(name, version, overdue)
-        self._host.forget(self._host.table.drop(name, version))
+        self._host.table.drop(name, version)
+        self._host.forget(name, version)
         self._host.notify()
         return in_flight or any((name, version) in client.got for client in self._clients)
 

@@ -50,7 +50,7 @@ from ckpt.live.protocol import (
 )
 from ckpt.live.shared_files import MemoryFile, SharedFile
 from ckpt.live.swarm import TRACKER_SECONDS, Tracker
-from ckpt.live.table import LOST_SECONDS, Forgotten, Table, VersionLease
+from ckpt.live.table import LOST_SECONDS, Table, VersionLease
 from ckpt.saving.arena import map_memory, new_memory, take_huge_pages
 from ckpt.stores.addresses import FILE, NAME, authority, version_of
 from ckpt.stores.http_client import HttpClient, HttpOptions, Place
@@ -100,8 +100,8 @@ class Host:
 
     def notify(self) -> None:
         """Lets the table look at the time, and wakes all who wait for a change."""
-        for gone in self.table.tick(monotonic()):
-            self.forget(gone)
+        for name, version in self.table.tick(monotonic()):
+            self.forget(name, version)
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -147,14 +147,14 @@ class Host:
         self.notify()
         self._end_if_idle()
 
-    def forget(self, gone: Forgotten) -> None:
+    def forget(self, name: str, version: int) -> None:
         """Closes the files of a version, and the connections that are sending them."""
-        for connection in self._senders(gone.name, gone.version):
+        for connection in self._senders(name, version):
             connection.wire.abort()
-        for key in self._keys(gone.name, gone.version):
+        for key in self._keys(name, version):
             self.files.pop(key).give()
             self.trackers.pop(key, None)
-        self._left -= {(gone.name, gone.version, is_leased) for is_leased in (False, True)}
+        self._left -= {(name, version, is_leased) for is_leased in (False, True)}
         self._end_if_idle()
 
     def note_end(self, connection: HttpConnection) -> None:
@@ -337,7 +337,8 @@ class LiveApp:
             raise RefusedError("unknown", f"{request.path:.200}: the form is /NAME/VERSION/FILE")
         if len(rest) == 1:
             _only(request, "DELETE")
-            self._host.forget(self._table.drop(name, version))
+            self._table.drop(name, version)
+            self._host.forget(name, version)
             self._host.notify()
             return json_answer({})
         return await self._file(request, name, version, rest[1])

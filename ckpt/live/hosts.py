@@ -13,21 +13,22 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
 from ckpt.errors import ArgumentError, NotACheckpointError, StoreError
 from ckpt.live.control import runtime_folder
+from ckpt.live.http_server import EVERY_ADDRESS
 from ckpt.live.process import HostServer
 from ckpt.live.protocol import Address
-from ckpt.stores.addresses import LiveUrl
+from ckpt.stores.addresses import LiveUrl, authority
+from ckpt.stores.http_client import HttpClient, HttpOptions, Place, path_of
 from formats.storage import Pool
 from sharding.agreement.ranks import Ranks, result_or_error
 
 LOOPBACK = "127.0.0.1"
-EVERYWHERE = ("0.0.0.0", "::")
 TOKEN_BYTES = 24
 
 
@@ -148,7 +149,7 @@ def start_server(how: Listening, token: str) -> HostServer:
         how.name,
         token=token,
         address=address,
-        advertise=own_address() if address in EVERYWHERE else None,
+        advertise=own_address() if address in EVERY_ADDRESS else None,
         lease_seconds=how.lease_seconds,
         memory_bytes=how.memory_bytes,
     )
@@ -238,26 +239,21 @@ def copy_from(hosts: Hosts, version: int, files: Sequence[tuple[str, Address]]) 
 
     Raises StoreError if a server cannot be reached, or has no such file.
     """
+    here = hosts.addresses[hosts.here]
 
     def pull(wanted: tuple[str, Address]) -> None:
         file, source = wanted
-        host, port = hosts.addresses[hosts.here]
-        where = f"live://{host}:{port}/{hosts.name}/{version}/{file}"
-        connection = http.client.HTTPConnection(host, port, timeout=PULL_SECONDS)
+        path = path_of(hosts.name, str(version), file)
         try:
-            headers = {"Authorization": f"Bearer {hosts.token}", "Content-Type": "application/json"}
-            path = f"/{hosts.name}/{version}/{file}"
-            connection.request("POST", path, json.dumps({"from": source}), headers)
-            answer = connection.getresponse()
-            body = answer.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise StoreError(f"{where}: no copy from {source[0]}:{source[1]}: {error}") from error
-        finally:
-            connection.close()
-        if answer.status != 200:
-            text = body[:500].decode(errors="replace")
-            raise StoreError(f"{where}: no copy from {source[0]}:{source[1]}: {text}")
+            answer = client.ask("POST", path, {"from": source})
+            problem = None if answer.status == http.client.OK else answer.text()
+        except StoreError as error:
+            problem = str(error)
+        if problem is not None:
+            where = f"live://{authority(*here)}{path}"
+            raise StoreError(f"{where}: no copy from {authority(*source)}: {problem}")
 
+    client = HttpClient(Place(*here), HttpOptions(hosts.token, PULL_SECONDS))
     if files:
-        with Pool(min(PULLS, len(files))) as pool:
+        with closing(client), Pool(min(PULLS, len(files))) as pool:
             list(pool.map(pull, files))

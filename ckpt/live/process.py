@@ -28,7 +28,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -476,37 +476,31 @@ def main() -> None:
         remove_empty_log(path)
         _tell(_failure(options, error))
         return
-    place = _Place(path, inode(path))
     try:
-        asyncio.run(_serve(options, listener, unix, place))
+        with ExitStack() as place:
+            place.callback(_leave, path, inode(path))
+            asyncio.run(_serve(options, listener, unix, path, place.close))
     finally:
-        place.leave()
         remove_empty_log(path)
 
 
-@dataclass(slots=True)
-class _Place:
-    """The place of the socket in the folder."""
-
-    path: Path
-    inode: int | None
-
-    def leave(self) -> None:
-        """Removes the socket, unless another server has taken its place."""
-        if self.inode is None:
-            return
-        with suppress(OSError), lock(self.path.parent):
-            if inode(self.path) == self.inode:
-                self.path.unlink()
-        self.inode = None
+def _leave(path: Path, number: int | None) -> None:
+    """Removes the socket, unless another server has taken its place."""
+    with suppress(OSError), lock(path.parent):
+        if number is not None and inode(path) == number:
+            path.unlink()
 
 
 async def _serve(
-    options: HostOptions, listener: socket.socket, unix: socket.socket, place: _Place
+    options: HostOptions,
+    listener: socket.socket,
+    unix: socket.socket,
+    path: Path,
+    leave: Callable[[], None],
 ) -> None:
     address: Address = (options.advertise, listener.getsockname()[1])
     table = Table(options.lease_seconds, options.memory_bytes)
-    host = Host(options.token, table, address, str(place.path), place.leave)
+    host = Host(options.token, table, address, str(path), leave)
     most = most_connections()
     http = HttpServer(listener, LiveApp(host), most)
     host.connections = http.connections

@@ -389,7 +389,7 @@ def _name(what: str, value: object) -> str:
     return value
 
 
-def _seconds(what: str, value: object) -> float:
+def seconds_in(what: str, value: object) -> float:
     if type(value) not in (int, float) or not 0 <= cast(float, value) <= MOST_SECONDS:
         raise _wrong(what, value, "a number of seconds")
     return float(cast(float, value))
@@ -401,7 +401,8 @@ def _flag(what: str, value: object) -> bool:
     return value
 
 
-def _token(what: str, value: object) -> str:
+def text_in(what: str, value: object) -> str:
+    """Returns the text in a message, which may be a secret. Raises RefusedError."""
     if not isinstance(value, str):
         raise RefusedError("protocol", f"{what} is not a text")
     return value
@@ -426,10 +427,10 @@ _CHECKS: Mapping[str, Callable[[str, object], object]] = {
     "segments": segments_of,
     "files": files_of,
     "info": _object,
-    "keep_seconds": _seconds,
-    "wait_seconds": _seconds,
+    "keep_seconds": seconds_in,
+    "wait_seconds": seconds_in,
     "overdue": _flag,
-    "token": _token,
+    "token": text_in,
 }
 
 

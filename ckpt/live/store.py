@@ -37,7 +37,16 @@ from ckpt.errors import (
     VersionGoneError,
 )
 from ckpt.live.process import HostServer
-from ckpt.live.protocol import Address, FileAt, RefusedError, error_of, files_of, version_in
+from ckpt.live.protocol import (
+    Address,
+    FileAt,
+    RefusedError,
+    error_of,
+    files_of,
+    seconds_in,
+    text_in,
+    version_in,
+)
 from ckpt.live.shared_files import SharedFile
 from ckpt.live.swarm import TRACKER_SECONDS, share_of
 from ckpt.stores.addresses import parse, version_of
@@ -51,7 +60,7 @@ from ckpt.stores.http_client import (
     path_of,
 )
 from ckpt.stores.served_store import ReadOnlyStore
-from formats.errors import CorruptError, FormatError, GoneError
+from formats.errors import FormatError, GoneError
 from formats.limits import decode_object
 from formats.storage import BESIDE, LOCAL_READ_BYTES, REMOTE_READ_BYTES
 from sharding.errors import CkptError
@@ -73,9 +82,12 @@ class _Lease:
     version: int
     key: str
     seconds: float
+    """The time after which it ends unless it is renewed."""
     files: Mapping[str, FileAt]
-    renewed: float
-    is_by_socket: bool
+    server: str
+    """The ID of the server that answers."""
+    renewed: float = 0.0
+    is_by_socket: bool = False
     """Whether the lease ends with the connection to the server on this host."""
     shared: dict[str, SharedFile | None] = field(default_factory=dict)
     """The files that were looked for on this host; None for those of other hosts."""
@@ -159,14 +171,6 @@ class LiveStore(ReadOnlyStore):
         answer = self._client(self._home).ask("GET", path, wait_seconds=wait_seconds)
         return news_in(self._sound(answer), self.url)
 
-    def exists(self, name: str) -> bool:
-        """Whether the version has this file."""
-        try:
-            self._file_at(name)
-        except FileNotFoundError:
-            return False
-        return True
-
     def size(self, name: str) -> int:
         """Returns the size of a file."""
         return self._file_at(name).size
@@ -194,10 +198,11 @@ class LiveStore(ReadOnlyStore):
         shared = self._shared_file(lease, name)
         if shared is None:
             if self._share is None or not self._share.read_into(self, name, offset, views):
-                self._fetch(lease, name, offset, views)
+                self.fetch(name, offset, views)
         elif shared.read_into(offset, views) < sum(map(len, views)):
             self._renew(lease)  # raises if the memory was taken away
-            raise self._truncation_error(name, offset, views, shared.size)
+            end = offset + sum(map(len, views))
+            raise self.truncation_error(name, offset, end, shared.size)
 
     def delta(self, name: str, areas: Sequence[Area]) -> Delta | None:
         """Returns the delta of areas of a file of another host since the version before it.
@@ -242,10 +247,6 @@ class LiveStore(ReadOnlyStore):
             "list[list[Any]]", json_of(self._sound(answer, lease.version), self.url)["pieces"]
         )
 
-    def fetch(self, name: str, offset: int, view: memoryview) -> None:
-        """Fills a view with bytes of a file of another host, from the file's own server."""
-        self._fetch(self._renew_if_due(), name, offset, [view])
-
     def has_delta(self, area: Area) -> bool:
         """Whether there are deltas of such areas: the servers compare all."""
         return True
@@ -273,7 +274,7 @@ class LiveStore(ReadOnlyStore):
         finally:
             if not shared.is_intact(offset):  # and not damaged, if the block says so
                 self._renew(lease)  # raises, because the memory was taken away
-                raise self._truncation_error(name, offset, [view], shared.size)
+                raise self.truncation_error(name, offset, offset + len(view), shared.size)
 
     def close(self) -> None:
         """Gives the lease back, and closes connections and descriptors."""
@@ -297,12 +298,6 @@ class LiveStore(ReadOnlyStore):
             with suppress(StoreError):  # it ends by itself
                 client.ask("DELETE", self._lease_path(lease))
             client.close()
-
-    def __enter__(self) -> LiveStore:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _take_lease(self) -> _Lease:
         """Returns the lease; takes it if there is none (rule 1)."""
@@ -335,17 +330,12 @@ class LiveStore(ReadOnlyStore):
         began = monotonic()
         with suppress(OSError):  # none on this host, or no folder for sockets
             self._local = self._local or HostServer(self._live.name, self._told.seconds)
-        taken = self._lease_here(version)
-        found, shared = taken or (self._lease_by_http(version), {})
-        self._looked[self._home] = taken is not None or self._is_local(found.server)
-        is_by_socket = taken is not None
-        return _Lease(
-            found.version, found.key, found.seconds, found.files, began, is_by_socket, shared
-        )
+        lease = self._lease_here(version) or self._lease_by_http(version)
+        self._looked[self._home] = lease.is_by_socket or self._is_local(lease.server)
+        lease.renewed = began
+        return lease
 
-    def _lease_here(
-        self, version: int | None
-    ) -> tuple[LeaseAnswer, dict[str, SharedFile | None]] | None:
+    def _lease_here(self, version: int | None) -> _Lease | None:
         """Takes a lease from the home server over its socket; None if it is not on this host."""
         local = self._local
         if local is None:
@@ -353,7 +343,9 @@ class LiveStore(ReadOnlyStore):
         try:
             found, here = local.take(version, self._home, self._told.token or "")
             shared = {name: SharedFile(parts, local) for name, parts in here.items()}
-            return lease_in(found, self.url), {**shared}
+            lease = _lease_in(found, self.url)
+            lease.is_by_socket, lease.shared = True, {**shared}
+            return lease
         except StoreTimeoutError:
             raise
         except CkptError:
@@ -365,11 +357,11 @@ class LiveStore(ReadOnlyStore):
             return self._local is not None and self._local.server == server
         return False
 
-    def _lease_by_http(self, version: int | None) -> LeaseAnswer:
+    def _lease_by_http(self, version: int | None) -> _Lease:
         path = path_of(self._live.name, "leases") + "?while=connected"
         answer = self._client(self._home).ask("POST", path, {"version": version})
         try:
-            return lease_in(json_of(self._sound(answer, version), self.url), self.url)
+            return _lease_in(json_of(self._sound(answer, version), self.url), self.url)
         except NotACheckpointError:
             if version is not None and self._lease is not None:
                 raise VersionGoneError(self.url, version, None) from None  # its publisher has ended
@@ -438,8 +430,9 @@ class LiveStore(ReadOnlyStore):
             self._looked[address] = is_here
         return self._looked[address]
 
-    def _fetch(self, lease: _Lease, name: str, offset: int, views: Sequence[memoryview]) -> None:
+    def fetch(self, name: str, offset: int, views: Sequence[memoryview]) -> None:
         """Reads a range by HTTP, from the first server that answers (rule 3)."""
+        lease = self._renew_if_due()
         path = path_of(self._live.name, str(lease.version), name)
         headers, lost = {"Ckpt-Lease": lease.key}, None
         for address in lease.files[name].at:
@@ -459,16 +452,8 @@ class LiveStore(ReadOnlyStore):
         """Returns the error for an answer without the bytes."""
         size = past_end(answer)
         if size is not None:
-            return self._truncation_error(name, offset, views, size)
+            return self.truncation_error(name, offset, offset + sum(map(len, views)), size)
         return refusal_error(answer, self.url, lease.version)
-
-    def _truncation_error(
-        self, name: str, offset: int, views: Sequence[memoryview], size: int
-    ) -> CorruptError:
-        return CorruptError(
-            f"{self.url}/{name}: bytes {offset}:{offset + sum(map(len, views))} are needed, the "
-            f"file ends at {size}: it was truncated"
-        )
 
     def _sound(self, answer: Answer, version: int | None = None) -> Answer:
         """Returns the answer, unless its status is an error."""
@@ -481,19 +466,6 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseAnswer:
-    """A lease on a version."""
-
-    version: int
-    key: str
-    seconds: float
-    """The time after which the lease ends unless it is renewed."""
-    files: Mapping[str, FileAt]
-    server: str
-    """The ID of the server that answers."""
-
-
-@dataclass(frozen=True, slots=True)
 class NewsAnswer:
     """The versions of a live state."""
 
@@ -503,16 +475,16 @@ class NewsAnswer:
     """The ID of the server that answers."""
 
 
-def lease_in(found: Mapping[str, object], where: str) -> LeaseAnswer:
+def _lease_in(found: Mapping[str, object], where: str) -> _Lease:
     """Returns the lease in the object of an answer. Raises ProtocolError."""
 
-    def check() -> LeaseAnswer:
-        return LeaseAnswer(
+    def check() -> _Lease:
+        return _Lease(
             version_in("version", found["version"]),
-            _text(found["lease"]),
-            _seconds(found["seconds"]),
+            text_in("lease", found["lease"]),
+            seconds_in("seconds", found["seconds"]),
             files_of("files", found["files"]),
-            _text(found["server"]),
+            text_in("server", found["server"]),
         )
 
     return _read(check, where)
@@ -529,7 +501,7 @@ def news_in(answer: Answer, where: str) -> NewsAnswer:
         return NewsAnswer(
             None if newest is None else version_in("newest", newest),
             tuple(version_in("versions", version) for version in versions),
-            _text(found["server"]),
+            text_in("server", found["server"]),
         )
 
     return _read(check, where)
@@ -559,15 +531,3 @@ def _read(checked: Callable[[], T], where: str) -> T:
         raise ProtocolError(f"{where}: the answer has no {error}") from None
     except RefusedError as error:
         raise ProtocolError(f"{where}: {error}") from None
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise RefusedError("protocol", f"{value!r:.80} is no text")
-    return value
-
-
-def _seconds(value: object) -> float:
-    if type(value) not in (int, float) or not 0 < float(str(value)) < 1e9:
-        raise RefusedError("protocol", f"{value!r:.80} is no number of seconds")
-    return float(str(value))

@@ -202,7 +202,7 @@ class Lender(Protocol):
 
     def delta_of(self, name: str, areas: Sequence[Area]) -> Delta | None: ...
 
-    def fetch(self, name: str, offset: int, view: memoryview) -> None: ...
+    def fetch(self, name: str, offset: int, views: Sequence[memoryview]) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -396,7 +396,7 @@ class Share:
             right, (lo, hi) = False, one.span(piece)
             try:
                 if source is None:
-                    store.fetch(one.file, lo, one.view[lo:hi])
+                    store.fetch(one.file, lo, [one.view[lo:hi]])
                 else:
                     path = path_of(self._name, str(one.version), one.file)
                     self._client(tuple(source)).read_range(path, lo, [one.view[lo:hi]], {})

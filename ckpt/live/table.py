@@ -85,14 +85,6 @@ class _Name:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Forgotten:
-    """A version whose files are to be closed."""
-
-    name: str
-    version: int
-
-
 class Table:
     """The state of one server. Each method checks its arguments first, and changes all or nothing.
 
@@ -256,7 +248,7 @@ class Table:
         row = self._version(name, version)
         return None if row.leases else row.is_overdue
 
-    def drop(self, name: str, version: int) -> Forgotten:
+    def drop(self, name: str, version: int) -> None:
         """Forgets a version."""
         found = self._name(name)
         row = self._version(name, version)
@@ -265,7 +257,6 @@ class Table:
         del found.versions[version]
         if row.phase is not Phase.OPEN:  # the number of a failed version is free again
             found.last_dropped = max(found.last_dropped, version)
-        return Forgotten(name, version)
 
     def find(self, name: str, version: int, file: str) -> int:
         """Returns the size of a file that is here."""
@@ -308,20 +299,23 @@ class Table:
         for number in found.versions:
             self.retire(name, number, wait_seconds, now)
 
-    def tick(self, now: float) -> list[Forgotten]:
-        """Lets time pass: ends leases, versions' waits and names. Returns what is forgotten."""
+    def tick(self, now: float) -> list[tuple[str, int]]:
+        """Lets time pass: ends leases, versions' waits and names.
+
+        Returns the names and versions whose files are to be closed.
+        """
         for key, lease in list(self.leases.items()):
             version = self._names[lease.name].versions[lease.version]
             is_late = version.phase is Phase.RETIRING and version.deadline <= now
             if lease.ends <= now or is_late:
                 version.is_overdue = True
                 self._end(key)
-        forgotten: list[Forgotten] = []
+        forgotten: list[tuple[str, int]] = []
         for name, found in list(self._names.items()):
             if found.kept_until is not None and found.ends is None and found.kept_until <= now:
                 self.remove(name, self.lease_seconds, now)
             if found.ends is not None and not any(row.leases for row in found.versions.values()):
-                forgotten += [Forgotten(name, number) for number in found.versions]
+                forgotten += [(name, number) for number in found.versions]
                 del self._names[name]
         return forgotten
 

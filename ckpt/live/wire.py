@@ -78,10 +78,6 @@ class Wire:
         """Returns the next bytes; none at the end of the stream."""
         return await self._try(lambda: self.socket.recv(nbytes), seconds)
 
-    async def receive_into(self, view: memoryview, seconds: float) -> int:
-        """Puts the next bytes into memory; returns their number, 0 at the end of the stream."""
-        return await self._try(lambda: self.socket.recv_into(view), seconds)
-
     async def send(self, data: bytes | memoryview, seconds: float) -> None:
         """Sends all of the data; `seconds` is the longest time without progress."""
         rest = memoryview(data)
@@ -222,7 +218,10 @@ class Acceptor:
         self._listener = listener
         self._prepare = prepare
         self._serve = serve
-        self._crowd = Crowd(most)
+        self._most = most
+        self._all: set[Wire] = set()
+        self._silent: dict[Wire, None] = {}
+        """In the order in which they have become so."""
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self.is_closing = False
@@ -231,18 +230,25 @@ class Acceptor:
 
     async def silence(self, wire: Wire, wait: Awaitable[ResultT]) -> ResultT:
         """Returns the awaited result; the connection is silent meanwhile."""
-        return await self._crowd.silence(wire, wait)
+        self._silent.pop(wire, None)
+        if wire in self._all:
+            self._silent[wire] = None  # the last in the order
+        try:
+            return await wait
+        finally:
+            self._silent.pop(wire, None)
 
     async def close(self, seconds: float = 0.0) -> None:
         """Ends all connections; those with a request have `seconds` for their answers."""
         self.is_closing = True
         self._loop.remove_reader(self._listener.fileno())
         self._listener.close()
-        while self._crowd.make_place():
+        while self._make_place():
             pass
         if self._tasks and seconds:
             await asyncio.wait(self._tasks, timeout=seconds)
-        self._crowd.close()
+        for wire in list(self._all):
+            wire.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -260,7 +266,7 @@ class Acceptor:
             except OSError as error:
                 if error.errno not in _OUT_OF_DESCRIPTORS:
                     raise
-                if not self._crowd.make_place():
+                if not self._make_place():
                     self._loop.remove_reader(self._listener.fileno())
                     self._loop.call_later(_PAUSE_SECONDS, self._listen)
                 return
@@ -270,9 +276,11 @@ class Acceptor:
         wire = self._prepare(connected)
         if wire is None:
             return
-        if not self._crowd.admit(wire):
+        if len(self._all) >= self._most and not self._make_place():
             wire.abort()
             return
+        self._all.add(wire)
+        self._silent[wire] = None  # it has said nothing yet
         task = self._loop.create_task(self._run(wire))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -285,54 +293,18 @@ class Acceptor:
         except Exception:
             traceback.print_exc(file=sys.stderr)
         finally:
-            self._crowd.leave(wire)
+            self._leave(wire)
             wire.close()
 
-
-class Crowd:
-    """The connections of a server: at most `limit` (rule 1)."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._all: set[Wire] = set()
-        self._silent: dict[Wire, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-    def admit(self, wire: Wire) -> bool:
-        """Adds a connection, if need be in the place of the one that is silent for longest."""
-        if len(self._all) >= self._limit and not self.make_place():
-            return False
-        self._all.add(wire)
-        self._silent[wire] = None  # it has said nothing yet
-        return True
-
-    def make_place(self) -> bool:
-        """Closes the connection that is silent for longest; False if there is none."""
+    def _make_place(self) -> bool:
+        """Closes the connection that is silent for longest; False if there is none (rule 1)."""
         oldest = next(iter(self._silent), None)
         if oldest is None:
             return False
-        self.leave(oldest)
+        self._leave(oldest)
         oldest.close()
         return True
 
-    def leave(self, wire: Wire) -> None:
-        """Removes a connection, which its caller closes."""
+    def _leave(self, wire: Wire) -> None:
         self._all.discard(wire)
         self._silent.pop(wire, None)
-
-    async def silence(self, wire: Wire, wait: Awaitable[ResultT]) -> ResultT:
-        """Returns the awaited first bytes; the connection counts as silent meanwhile."""
-        self._silent.pop(wire, None)
-        if wire in self._all:
-            self._silent[wire] = None  # the last in the order
-        try:
-            return await wait
-        finally:
-            self._silent.pop(wire, None)
-
-    def close(self) -> None:
-        """Closes all connections."""
-        for wire in list(self._all):
-            wire.close()

@@ -460,7 +460,6 @@ def test_neighbouring_frames_come_together_from_a_store_that_takes_time(alone: N
         assert reads.call_count == 1
 
 
-
 @pytest.mark.parametrize(
     "how", [{"full_every": 0}, {"full_every": 1.5}, {"through": "live://h:1/x"}, {"through": 5}]
 )

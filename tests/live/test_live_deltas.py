@@ -180,18 +180,18 @@ def load(url: str, runtime: str, dim: int | None, version: int, had: int | None)
 def counted() -> Iterator[list[int]]:
     """Yields the list of the bytes of files and deltas that come in this process."""
     came: list[int] = []
-    fetch, delta = LiveStore._fetch, LiveStore.delta
+    fetch, delta = LiveStore.fetch, LiveStore.delta
 
-    def fetched(self: LiveStore, lease: Any, file: str, offset: int, views: Any) -> None:
+    def fetched(self: LiveStore, file: str, offset: int, views: Any) -> None:
         came.append(sum(map(len, views)))
-        fetch(self, lease, file, offset, views)
+        fetch(self, file, offset, views)
 
     def differed(self: LiveStore, file: str, areas: Any) -> Any:
         data = delta(self, file, areas)
         came.append(0 if data is None else data.nbytes)
         return data
 
-    with patch.object(LiveStore, "_fetch", fetched), patch.object(LiveStore, "delta", differed):
+    with patch.object(LiveStore, "fetch", fetched), patch.object(LiveStore, "delta", differed):
         yield came
 
 
