@@ -182,14 +182,11 @@ class Host:
     def earlier(self, name: str, version: int, file: str) -> MemoryFile | None:
         """Returns the same rank's file of the version before, if it has the same header."""
         rank, new = file.rpartition("-")[2], self.files[name, version, file]
-        for key in sorted(self._files_of(name, rank), reverse=True):
-            old = self.files[key]
-            if key[1] < version:
+        for key in sorted(self.files, reverse=True):
+            if key[0] == name and key[1] < version and key[2].rpartition("-")[2] == rank:
+                old = self.files[key]
                 return old if _header_of(old) == _header_of(new) else None
         return None
-
-    def _files_of(self, name: str, rank: str) -> list[tuple[str, int, str]]:
-        return [key for key in self.files if key[0] == name and key[2].rpartition("-")[2] == rank]
 
     def close(self) -> None:
         """Closes all files."""

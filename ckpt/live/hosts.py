@@ -21,7 +21,7 @@ from typing import Any
 from ckpt.errors import ArgumentError, NotACheckpointError, StoreError
 from ckpt.live.control import runtime_folder
 from ckpt.live.http_server import EVERY_ADDRESS
-from ckpt.live.process import HostServer
+from ckpt.live.process import HostOptions, HostServer
 from ckpt.live.protocol import Address
 from ckpt.stores.addresses import LiveUrl, authority
 from ckpt.stores.http_client import HttpClient, HttpOptions, Place, path_of
@@ -145,14 +145,15 @@ def start_servers(
 def start_server(how: Listening, token: str) -> HostServer:
     """Returns a new server on this host. Raises ExistsError if the name is served here."""
     address = how.address or LOOPBACK
-    return HostServer.start(
+    options = HostOptions(
         how.name,
-        token=token,
-        address=address,
+        token,
+        address,
         advertise=own_address() if address in EVERY_ADDRESS else None,
         lease_seconds=how.lease_seconds,
         memory_bytes=how.memory_bytes,
     )
+    return HostServer.start(options)
 
 
 def gather(ranks: Ranks, mine: object) -> list[Any]:
@@ -206,17 +207,8 @@ class Dropped(IntEnum):
     """The server gave no answer: it may go on sending."""
 
 
-def drop(hosts: Hosts, version: int, overdue: bool) -> Dropped:
-    """Drops a version on this host, and tells who still has its memory."""
-    return _ask_to_drop(hosts, lambda server: server.drop(version, overdue))
-
-
-def reclaim(hosts: Hosts, version: int, wait_seconds: float) -> Dropped:
-    """Retires a version that is on this host alone, and drops it as `drop` does."""
-    return _ask_to_drop(hosts, lambda server: server.reclaim(version, wait_seconds))
-
-
-def _ask_to_drop(hosts: Hosts, ask: Callable[[HostServer], bool]) -> Dropped:
+def drop(hosts: Hosts, ask: Callable[[HostServer], bool]) -> Dropped:
+    """Drops a version on this host by a call of its server; tells who still has the memory."""
     server = hosts.server
     if server is None:
         return Dropped.FREE

@@ -12,12 +12,6 @@ Rules:
 4. An unexpected exception ends one connection, by an answer with status 500, and never the server.
 5. A request has one reading: a proxy in front of the server sees the same end of it. h11 is
    generous, as RFC 9112 allows; `_check_head` is not.
-
-The `Range` of a request for a file.
-
-The token of a request compared with that of a server.
-
-Sockets that listen, and the number of connections for which there are descriptors.
 """
 
 from __future__ import annotations

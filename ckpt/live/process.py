@@ -29,7 +29,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -99,19 +99,28 @@ _OPEN: weakref.WeakSet[HostServer] = weakref.WeakSet()
 
 @dataclass(frozen=True, slots=True)
 class HostOptions:
-    """The options of a server."""
+    """The options of a server. Raises ArgumentError for a name or address that is not possible."""
 
     name: str
-    token: str
-    address: str
-    port: int
-    advertise: str
-    lease_seconds: float
-    memory_bytes: int | None
+    token: str = field(repr=False)
+    address: str = "127.0.0.1"
+    port: int = 0
+    advertise: str | None = None
+    """The host in the addresses that readers get; None is `address`."""
+    lease_seconds: float = LEASE_SECONDS
+    memory_bytes: int | None = None
+    """The most bytes of copies from other hosts; None without a bound."""
 
-    def message(self) -> bytes:
-        """Returns the options for the process."""
-        return json.dumps(asdict(self)).encode()
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise ArgumentError(f"name={self.name!r:.80}: it must match {NAME.pattern}")
+        if not self.token:
+            raise ArgumentError("token='': give a text, or leave token= out for a random one")
+        if self.advertise is None and self.address in EVERY_ADDRESS:
+            raise ArgumentError(
+                f"address={self.address!r}: readers need the address of one interface; give "
+                "advertise="
+            )
 
 
 class HostServer:
@@ -149,42 +158,17 @@ class HostServer:
         return self._hello[2]
 
     @classmethod
-    def start(
-        cls,
-        name: str,
-        *,
-        token: str,
-        address: str = "127.0.0.1",
-        port: int = 0,
-        advertise: str | None = None,
-        lease_seconds: float = LEASE_SECONDS,
-        memory_bytes: int | None = None,
-    ) -> Self:
+    def start(cls, options: HostOptions) -> Self:
         """Starts the server of a name and connects to it. The caller owns the name next.
-
-        `advertise` is the host in the addresses that readers get, `address` by default;
-        `memory_bytes` bounds the copies from other hosts.
 
         Raises:
             ExistsError: the name is served on this host already.
-            ArgumentError: the name or an address is not possible.
             StoreError: the server could not start.
         """
-        if not NAME.fullmatch(name):
-            raise ArgumentError(f"name={name!r:.80}: it must match {NAME.pattern}")
-        if not token:
-            raise ArgumentError("token='': give a text, or leave token= out for a random one")
-        if advertise is None and address in EVERY_ADDRESS:
-            raise ArgumentError(
-                f"address={address!r}: readers need the address of one interface; give advertise="
-            )
-        options = HostOptions(
-            name, token, address, port, advertise or address, lease_seconds, memory_bytes
-        )
-        answer = _start(name, options.message())
+        answer = _start(options)
         if "error" in answer:
             raise error_of(answer["error"], answer["message"])
-        return cls(name)
+        return cls(options.name)
 
     @classmethod
     def attach(cls, name: str, seconds: float = ANSWER_SECONDS) -> Self:
@@ -415,8 +399,9 @@ def _take_descriptors(
     }
 
 
-def _start(name: str, options: bytes) -> dict[str, Any]:
+def _start(options: HostOptions) -> dict[str, Any]:
     """Starts the process; returns its answer once it listens."""
+    name = options.name
     log = socket_path(name).with_suffix(".log")
     paths = [os.path.abspath(path) for path in sys.path]
     # A signal to the job may come before the process has said that it ignores signals.
@@ -432,7 +417,7 @@ def _start(name: str, options: bytes) -> dict[str, Any]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
-        answer, _ = process.communicate(options, timeout=START_SECONDS)
+        answer, _ = process.communicate(json.dumps(asdict(options)).encode(), START_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
@@ -498,7 +483,7 @@ async def _serve(
     path: Path,
     leave: Callable[[], None],
 ) -> None:
-    address: Address = (options.advertise, listener.getsockname()[1])
+    address: Address = (options.advertise or options.address, listener.getsockname()[1])
     table = Table(options.lease_seconds, options.memory_bytes)
     host = Host(options.token, table, address, str(path), leave)
     most = most_connections()

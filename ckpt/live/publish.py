@@ -25,7 +25,7 @@ from xxhash import xxh3_64_intdigest
 
 from ckpt.arguments import Uncopied
 from ckpt.errors import ClosedError
-from ckpt.live.hosts import Dropped, Hosts, Listening, copy_from, drop, reclaim, serve
+from ckpt.live.hosts import Dropped, Hosts, Listening, copy_from, drop, serve
 from ckpt.live.protocol import LEASE_SECONDS, FileAt, Segment
 from ckpt.live.shared_files import in_memory
 from ckpt.opening.in_flight import SaveQueue, mark_errors_seen
@@ -323,7 +323,8 @@ class LiveState(Uncopied):
         index = 1 if self._slots[0].version == newest else 0
         slot, is_overdue = self._slots[index], False
         if slot.version is not None and is_one_host:
-            dropped = reclaim(self.hosts, slot.version, self._lease_seconds)
+            old, seconds = slot.version, self._lease_seconds
+            dropped = drop(self.hosts, lambda server: server.reclaim(old, seconds))
             if dropped == Dropped.UNKNOWN:
                 self._newest_at_home()  # raises if the server has ended
             slot.held, slot.version = max(slot.held, dropped), None
@@ -360,7 +361,7 @@ class LiveState(Uncopied):
 
     def _drop_on_all(self, ranks: Ranks, version: int, overdue: bool) -> Dropped:
         """Drops a version on each host; tells who still has its memory on this one."""
-        dropped = drop(self.hosts, version, overdue)
+        dropped = drop(self.hosts, lambda server: server.drop(version, overdue))
         everyone = ranks.merge_records("dropping a version", bytes([dropped]), b"".join)
         at_hosts = zip(everyone, self.hosts.host_of, strict=True)
         return Dropped(max(how for how, at in at_hosts if at == self.hosts.here))

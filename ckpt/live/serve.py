@@ -1,7 +1,5 @@
 """`ckpt serve` as a function: a folder of checkpoints over HTTP, until a signal ends it.
 
-The HTTP side of `ckpt serve`: the files of a folder, read-only.
-
 Rules:
 
 1. Nothing outside the folder is served. A name is decoded part by part, no part is `..` or contains

@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpt.live import control
 from ckpt.live.control import close_all, receive_message, send_message
-from ckpt.live.process import HostServer
+from ckpt.live.process import HostOptions, HostServer
 from ckpt.live.protocol import FileAt, Segment
 from tests.garbage import collect_garbage
 
@@ -100,7 +100,8 @@ class Hosts:
 
     def start(self, name: str = "policy", keep_seconds: float = 0.0, **options: Any) -> HostServer:
         """A server that this connection owns."""
-        server = self.stack.enter_context(HostServer.start(name, token=TOKEN, **options))
+        started = HostServer.start(HostOptions(name, TOKEN, **options))
+        server = self.stack.enter_context(started)
         self.pids.append(server.pid)
         server.own(keep_seconds)
         return server

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckpt.errors import UnreachableError
-from ckpt.live.process import HostServer
+from ckpt.live.process import HostOptions, HostServer
 from ckpt.live.protocol import FileAt, Segment
 from ckpt.stores.addresses import LiveUrl
 
@@ -24,7 +24,7 @@ class Offer:
 
     def __init__(self, name: str, lease_seconds: float = 30.0) -> None:
         self.token = secrets.token_urlsafe(8)
-        self.server = HostServer.start(name, token=self.token, lease_seconds=lease_seconds)
+        self.server = HostServer.start(HostOptions(name, self.token, lease_seconds=lease_seconds))
         self.server.own()
         self.memory: dict[int, dict[str, int]] = {}
         """By version and file: the descriptor of the bytes."""

@@ -28,7 +28,7 @@ from ckpt.errors import (
 )
 from ckpt.live import control
 from ckpt.live.control import receive_message, send_message
-from ckpt.live.process import HostServer
+from ckpt.live.process import HostOptions, HostServer
 from ckpt.live.protocol import MESSAGE_BYTES, MOST_DESCRIPTORS, FileAt, Segment
 from ckpt.live.store import LiveStore
 from tests.live.hosts import (
@@ -313,7 +313,7 @@ def test_a_request_after_an_interrupted_one_gets_its_own_answer(hosts: Hosts) ->
 def test_one_name_has_one_server_on_a_host(hosts: Hosts) -> None:
     server = hosts.start()
     with pytest.raises(ExistsError, match=f"by process {server.pid}; take another name"):
-        HostServer.start("policy", token=TOKEN)
+        HostServer.start(HostOptions("policy", TOKEN))
 
 
 @pytest.mark.thorough
@@ -382,8 +382,9 @@ def test_a_server_outlives_the_process_that_started_it_by_one_lease_also_if_a_re
     hosts: Hosts, runtime: Path
 ) -> None:
     program = (
-        "import os, sys; from ckpt.live.process import HostServer; "
-        "server = HostServer.start('policy', token='a-token', lease_seconds=0.5); server.own(); "
+        "import os, sys; from ckpt.live.process import HostOptions, HostServer; "
+        "options = HostOptions('policy', 'a-token', lease_seconds=0.5); "
+        "server = HostServer.start(options); server.own(); "
         "print(server.pid, flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
@@ -428,18 +429,18 @@ def test_the_server_has_no_torch_and_neither_the_token_in_its_arguments(hosts: H
 @pytest.mark.parametrize("options", [{"name": "a/b"}, {"token": ""}, {"address": "0.0.0.0"}])
 def test_arguments_that_cannot_be_served_are_errors(runtime: Path, options: dict[str, str]) -> None:
     with pytest.raises(ArgumentError):
-        HostServer.start(**{"name": "policy", "token": TOKEN, **options})  # type: ignore[arg-type]
+        HostOptions(**{"name": "policy", "token": TOKEN, **options})  # type: ignore[arg-type]
 
 
 def test_an_address_of_another_host_is_an_error(hosts: Hosts) -> None:
     with pytest.raises(StoreError, match=r"cannot listen at 203\.0\.113\.1:0"):
-        HostServer.start("policy", token=TOKEN, address="203.0.113.1")
+        HostServer.start(HostOptions("policy", TOKEN, "203.0.113.1"))
 
 
 def test_a_folder_of_sockets_that_others_can_open_is_refused(runtime: Path) -> None:
     runtime.mkdir(mode=0o755)
     with pytest.raises(StoreError, match="mode 0700"):
-        HostServer.start("policy", token=TOKEN)
+        HostServer.start(HostOptions("policy", TOKEN))
     runtime.rmdir()
     runtime.write_text("a file in its place")
     with pytest.raises(StoreError, match="cannot be made: File exists; set CKPT_RUNTIME_DIR"):

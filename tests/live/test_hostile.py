@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from ckpt.live import control, http_server
 from ckpt.live.control import receive_message, send_message
 from ckpt.live.http_server import HttpServer, listen
-from ckpt.live.process import HostServer
+from ckpt.live.process import HostOptions, HostServer
 from ckpt.live.protocol import MESSAGE_BYTES, STATUS, FileAt, Segment
 from ckpt.live.serve import FolderApp
 from tests.live.hosts import (
@@ -132,7 +132,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostServer]:
     """One server for tests that do not change it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CKPT_RUNTIME_DIR", str(tmp_path_factory.mktemp("shared") / "runtime"))
-        with HostServer.start("policy", token=TOKEN) as server:
+        with HostServer.start(HostOptions("policy", TOKEN)) as server:
             server.own()
             publish_closed(server, 1, f=b"12345")
             log = control.socket_path("policy").with_suffix(".log")
