@@ -71,10 +71,6 @@ class Hosts:
         host, port = self.addresses[0]
         return LiveUrl(host, port, self.name, None, self.token)
 
-    def at(self, rank: int) -> Address:
-        """Returns the server that has a rank's file."""
-        return self.addresses[self.host_of[rank]]
-
     def close(self) -> None:
         """Lets the names of this rank's server go: their versions end with their leases."""
         if self.server is not None:

@@ -64,11 +64,6 @@ class Wire:
         self._is_large = False
         self.is_closed = False
 
-    @property
-    def is_tls(self) -> bool:
-        """Whether the connection is encrypted."""
-        return isinstance(self.socket, ssl.SSLSocket)
-
     async def handshake(self, seconds: float) -> None:
         """Agrees on keys with the other side, if the connection is encrypted."""
         if isinstance(self.socket, ssl.SSLSocket):
@@ -92,7 +87,7 @@ class Wire:
         connection meanwhile, because its number would be another one's.
         """
         at, end = segment.offset, segment.offset + segment.nbytes
-        step = self._block if self.is_tls else self._sendfile
+        step = self._block if isinstance(self.socket, ssl.SSLSocket) else self._sendfile
         while at < end:
             sent = await step(segment.descriptor, at, end - at, seconds, is_slow)
             if not sent:
