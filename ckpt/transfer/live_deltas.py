@@ -223,7 +223,7 @@ def make_delta(areas: Sequence[Area], old: Sequence[Array], new: Sequence[Array]
             xor = np.bitwise_xor(here, after_here, out=target).reshape(-1)
             few = _few_changes(xor, size, flags)
             for at, changes in zip(range(0, xor.size, size), few, strict=True):
-                if second is not None:
+                if area.has_sums and second is not None:
                     sums.append(xxhash.xxh3_128_digest(second[at : at + size].data))
                 if changes is not None:
                     counts.append(len(changes[0]))

@@ -33,6 +33,11 @@ INTERNAL = {
 BUILT_IN = {
     ("ckpt/__init__.py", "AttributeError"): "Python's protocol of module attributes",
     ("ckpt/dcp/__init__.py", "AttributeError"): "Python's protocol of module attributes",
+    ("ckpt/dcp/hf_storage.py", "AttributeError"): "Python's protocol of module attributes",
+    (
+        "ckpt/dcp/quantized_hf_storage.py",
+        "AttributeError",
+    ): "Python's protocol of module attributes",
     ("ckpt/integrations/__init__.py", "ModuleNotFoundError"): "Python's own, with a command added",
     ("sharding/__init__.py", "AttributeError"): "Python's protocol of module attributes",
     ("ckpt/installation.py", "ImportError"): "raised before the packages can be imported",
