@@ -88,7 +88,9 @@ def load_sharded(folder: str, tied: bool) -> np.ndarray:
 
 @runs_fsdp2
 @pytest.mark.thorough  # each rank imports transformers
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "tied", [pytest.param(False, marks=pytest.mark.slow), True], ids=["untied", "tied"]
+)
 def test_a_hugging_face_folder_loads_straight_into_a_sharded_model(
     clusters: Callable, tmp_path: Path, tied: bool
 ) -> None:

@@ -381,7 +381,7 @@ def test_what_a_killed_publisher_left_is_no_version_and_its_successor_goes_on(
     assert torch.equal(ckpt.read(chain / "version-00000005")["matrix"], whole(2)["matrix"])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_two_publishers_of_one_folder_do_not_mix(alone: None, tmp_path: Path) -> None:
     chain = tmp_path / "chain"
     with (
@@ -395,7 +395,7 @@ def test_two_publishers_of_one_folder_do_not_mix(alone: None, tmp_path: Path) ->
     assert ckpt.read(chain / "version-00000002")["w"].tolist() == [0, 0, 0]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_state_that_has_changed_its_tensors_is_a_whole_version(
     alone: None, tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ from tests.oracle.optimizers import (
     SCHEDULERS,
 )
 from tests.oracle.zoo import ENTRIES
+from tests.selection import slow
 
 KNOWN: dict[tuple[str, str], str] = {
     ("sparse buffer", "*"): "sparse tensors are refused",
@@ -240,7 +241,7 @@ def compared(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("jobs", JOBS)
+@pytest.mark.parametrize("jobs", [*JOBS[:2], slow(JOBS[2]), *JOBS[3:]])
 def test_every_module_comes_back_in_every_form_on_other_ranks(
     jobs: tuple[tuple[int, str], tuple[int, str]],
     clusters: Callable[[int], Cluster],

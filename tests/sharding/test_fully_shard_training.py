@@ -32,7 +32,7 @@ from replica import (
 
 from sharding.fsdp2 import fully_shard
 from sharding.policies import MixedPrecisionPolicy
-from tests.selection import thorough
+from tests.selection import slow, thorough
 
 
 def shard_all(model: nn.Module, **settings: object) -> nn.Module:
@@ -464,7 +464,7 @@ def two_backwards() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world_size", [2, thorough(3)])
+@pytest.mark.parametrize("world_size", [2, slow(3)])
 def test_forwards_and_backwards_may_come_in_any_order_and_number(
     clusters: Callable, world_size: int
 ) -> None:

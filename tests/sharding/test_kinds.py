@@ -19,6 +19,7 @@ from sharding.layout.copies import copies_to
 from sharding.reshard import kinds
 from sharding.reshard.kinds import convert_kind
 from tests.conftest import RankFailed
+from tests.selection import slow
 from tests.traffic import received_while
 
 SHAPES = {"a": (7, 5), "b": (1,), "c": (), "d": (2, 3, 4), "e": (0, 3), "f": (13,)}
@@ -56,7 +57,7 @@ def there_and_back(first: Kind, second: Kind, budget: int) -> bool:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, slow(2), 3])
 def test_every_pair_of_kinds_round_trips_to_the_bit_whatever_the_budget(
     clusters: Any, world_size: int
 ) -> None:
