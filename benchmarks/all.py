@@ -29,7 +29,6 @@ import deltas
 import events
 import finetune
 import fixed
-import floor
 import live
 import live_deltas
 import live_swarm
@@ -78,7 +77,6 @@ def _live(options: report.Options) -> Iterator[report.Table]:
 SCRIPTS = {
     "train": Script(lambda options: () if options.short else train.tables(2, 7)),
     "state_dicts": Script(lambda options: [state_dicts.table(2, options.rounds)]),
-    "floor": Script(floor.tables, on_disk=True),
     "save": Script(save.tables, on_disk=True, rivals=("torch_checkpointing",)),
     "load": Script(load.tables),
     "reshard": Script(reshard.tables),
@@ -96,7 +94,7 @@ SCRIPTS = {
     "deltas": Script(deltas.tables),
     "compress": Script(compress.tables, rivals=("zstandard", "zipnn")),
     "run": Script(run_manager.tables, rivals=("torchdata",)),
-    "scale": Script(lambda options: scale.tables(short=True)),
+    "scale": Script(lambda options: [scale.rival_table(scale.SHORT_WORLDS)]),
     "live": Script(_live),
     "events": Script(lambda options: [events.table(options.store)]),
 }

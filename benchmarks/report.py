@@ -30,6 +30,8 @@ README = ROOT / "benchmarks" / "README.md"
 MEASURED = ("ckpt", "sharding", "formats", "tools", "benchmarks/*.py")
 RATIOS = ("÷", "ratio", "step ÷", "CPU ÷")
 """How the head of a column of ratios begins."""
+LEFT_OUT = ("extra MiB a rank", "write calls", "losses of FSDP2, to the bit")
+"""The columns that a page does not show."""
 SPREAD = re.compile(r"^(\S+) \([^()]*–[^()]*\)$")
 """A cell of `spread`."""
 
@@ -85,14 +87,18 @@ class Table:
         return "\n".join([f"### {self.title}", "", *shown, ""])
 
     def brief(self) -> str:
-        """The table of a page: cells are not padded, and only ratios show their spread, if any."""
+        """The table of a page: cells are not padded, and only ratios show their spread, if any.
+
+        It has not the columns of `LEFT_OUT`, for which a reader runs the script.
+        """
         is_ratio = [one.startswith(RATIOS) for one in self.columns]
         is_plain = [any(is_ratio) and not one for one in is_ratio]
         lines = [list(self.columns), ["-"] * len(self.columns)]
         for row in self.rows:
             cells = zip(row, is_plain, strict=True)
             lines.append([SPREAD.sub(r"\1", cell) if plain else cell for cell, plain in cells])
-        shown = ("|".join(["", *line, ""]) for line in lines)
+        kept = [at for at, name in enumerate(self.columns) if name not in LEFT_OUT]
+        shown = ("|".join(["", *(line[at] for at in kept), ""]) for line in lines)
         return "\n".join([f"### {self.title}", "", *shown, ""])
 
 

@@ -29,7 +29,7 @@ import ckpt
 Where = Mapping[str, tuple[str, ...]]
 """A stage's name -> the functions it consists of, as `module:name` or `module:Class.name`."""
 
-TOGETHER = ("agree", "gather", "broadcast", "common", "joined")
+TOGETHER = ("agree", "gather", "broadcast", "common", "merge_records")
 RANKS = tuple(f"sharding.agreement.ranks:Ranks.{name}" for name in TOGETHER)
 SAVE: Where = {
     "describing the state": ("ckpt.saving.agreement:flatten",),

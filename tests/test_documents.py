@@ -1,5 +1,6 @@
 """Links between the documents resolve, and the tests that they name exist."""
 
+import importlib
 import inspect
 import re
 import subprocess
@@ -133,3 +134,22 @@ def test_the_table_of_warnings_has_each_one() -> None:
     table = text[text.index("## Warnings") :]
     warnings = [name for name in ckpt.__all__ if name.endswith("Warning")]
     assert [name for name in warnings if f"`{name}`" not in table] == []
+
+
+def test_pages_quote_the_figures_of_the_tables_of_benchmarks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    pages = importlib.import_module("pages")
+    assert pages.differences() == [], "python benchmarks/pages.py writes them anew"
+
+
+def test_the_stages_that_a_benchmark_measures_are_functions_of_the_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    stages = importlib.import_module("stages")
+    for functions in (*stages.SAVE.values(), *stages.LOAD.values()):
+        for function in functions:
+            owner, name = stages._found(function)
+            assert callable(getattr(owner, name))
