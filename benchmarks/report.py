@@ -171,7 +171,11 @@ def machine(rivals: Sequence[str] = ()) -> str:
         if line.startswith("model name")
     ]
     processor = names[0] if names else platform.machine()
-    packages = ("torch", "safetensors", *(one for one in rivals if find_spec(one)))
+    packages = (
+        "torch",
+        "safetensors",
+        *(one for one in rivals if find_spec(one.replace("-", "_"))),
+    )
     versions = ", ".join(f"{one} {version(one)}" for one in packages)
     return (
         f"{strftime('%Y-%m-%d')}, commit {commit()}, {os.cpu_count()} cores of {processor}, "

@@ -36,11 +36,7 @@ SAVE: Where = {
     "hashing its structure": ("ckpt.state.merged_state:state_hashes",),
     "sampling its replicas": ("ckpt.transfer.replica_hashes:ReplicaHashes.weigh",),
     "waiting for and telling other ranks": RANKS,
-    "planning who writes what": (
-        "ckpt.saving.agreement:check_members",
-        "ckpt.saving.agreement:choose_layouts",
-        "ckpt.saving.agreement:plan_save",
-    ),
+    "planning who writes what": ("ckpt.saving.save:choose_layouts", "ckpt.saving.save:plan_save"),
     "the file's header": ("formats.native.shard_writer:build",),
     "hashing the data": ("formats.native.shard_writer:records_of",),
     "writing": ("ckpt.stores.local_store:LocalFileWriter.write",),
