@@ -26,8 +26,8 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENTS = ROOT / ".venvs"
-PAIRS = ("3.10:2.6", "3.11:2.8", "3.12:2.10", "3.12:2.11", "3.13:2.13")
-"""The ends of the stated range, and what lies between: each Python and torch is met once."""
+PAIRS = ("3.10:2.6", "3.11:2.8", "3.12:2.10", "3.12:2.11", "3.13:2.13", "3.11:2.14")
+"""The ends of the stated range, what lies between, and what came after: each torch is met once."""
 PARTS = (
     *("tests/ckpt", "tests/dcp", "tests/formats", "tests/interop", "tests/layout"),
     "tests/sharding",

@@ -28,7 +28,7 @@ import sharding
 from tests.old_torch import runs_fsdp2
 
 Make = Callable[[], nn.Module]
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated")
 
 
 @pytest.fixture
