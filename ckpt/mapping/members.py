@@ -27,16 +27,13 @@ from ckpt.mapping.rules import (
     with_rank,
 )
 from ckpt.mapping.views import (
-    Dropped,
     Flattened,
-    Inserted,
     Joined,
     Narrowed,
     Permuted,
     Stored,
     Unflattened,
     View,
-    ViewPieces,
 )
 from formats.catalog import TensorRecord
 from formats.dtypes import DType
@@ -214,10 +211,10 @@ class Group:
             if other is not None:
                 raise self._unlike(record, part)
             sizes = own
-            views.append(_unflatten(Stored(record.shape, record.pieces), left, own))
+            views.append(_unflatten(Stored(record), left, own))
         for depth in range(len(counts) - 1, -1, -1):
             size = counts[depth]
-            rows = [Inserted(view, 0) for view in views]
+            rows = [Flattened(view, 0, 0) for view in views]
             views = [
                 Joined(tuple(rows[at : at + size]), 0) if size > 1 else rows[at]
                 for at in range(0, len(rows), size)
@@ -245,7 +242,7 @@ class Group:
                 name = name_with(self.rule.targets[number], self.texts, named)
                 if name in targets:
                     raise ArgumentError(f"{self.rule.where}: two tensors get the name {name}")
-                record = TensorRecord(name, view.shape, dtype, ViewPieces(view))
+                record = TensorRecord(name, view.shape, dtype, view)
                 targets[name] = record, tuple(named[axis] for axis in shared)
         return targets
 
@@ -307,7 +304,7 @@ class _Array:
         view, axes = self.view, self.axes
         for axis, index in indices.items():
             dim = axes.index(axis)
-            view = Dropped(Narrowed(view, dim, index, index + 1), dim)
+            view = Unflattened(Narrowed(view, dim, index, index + 1), dim, ())
             axes = (*axes[:dim], *axes[dim + 1 :])
         if PARTS in axes and hi - lo != view.shape[axes.index(PARTS)]:
             view = Narrowed(view, axes.index(PARTS), lo, hi)

@@ -38,16 +38,13 @@ from ckpt.mapping.apply import Mapped, map_catalog
 from ckpt.mapping.changes import Changes, mappings_for
 from ckpt.mapping.model_files import config_in
 from ckpt.mapping.views import (
-    Dropped,
     Flattened,
-    Inserted,
     Joined,
     Narrowed,
     Permuted,
     Stored,
     Unflattened,
     View,
-    ViewPieces,
 )
 from ckpt.opening.sources import Source
 from ckpt.state.memory import torch_dtype
@@ -261,7 +258,7 @@ def _converted(
             for target, tensor in made.items():
                 found = tensor[0] if isinstance(tensor, list) else tensor
                 view, dtype = recorder.of(found)
-                records[target] = TensorRecord(target, view.shape, dtype, ViewPieces(view))
+                records[target] = TensorRecord(target, view.shape, dtype, view)
     return records, left
 
 
@@ -292,7 +289,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def tensor(self, record: TensorRecord) -> torch.Tensor:
         dtype = torch_dtype(record.dtype.torch_name)
         made = torch.empty(record.shape, dtype=dtype, device="meta")
-        self._views[id(made)] = made, Stored(record.shape, record.pieces), record.dtype
+        self._views[id(made)] = made, Stored(record), record.dtype
         return made
 
     def of(self, tensor: torch.Tensor) -> tuple[View, DType]:
@@ -345,7 +342,7 @@ def _views_of(
         return [_reshape(view, tuple(results[0].shape))]
     if name in ("cat", "stack"):
         dim = number(1, "dim") % (rank + (name == "stack"))
-        parts = [Inserted(one, dim) for one in inputs] if name == "stack" else inputs
+        parts = [Flattened(one, dim, 0) for one in inputs] if name == "stack" else inputs
         return [Joined(tuple(parts), dim) if len(parts) > 1 else parts[0]]
     if name == "permute":
         return [Permuted(view, tuple(dim % rank for dim in args[1]))]
@@ -369,20 +366,18 @@ def _reshape(view: View, shape: Shape) -> View:
         raise ValueError(f"no elements in {shape}")
     left, right, at = [*view.shape], [*shape], 0
     while left or right:
-        if not left or not right:  # sizes of 1 at the end
-            view = Dropped(view, at) if left else Inserted(view, at)
-            at += not left
-            left, right = left[1:], right[1:]
-            continue
-        here = there = 1
+        here, there = (
+            min(1, len(left)),
+            min(1, len(right)),
+        )  # one side may have sizes of 1 at the end
         while prod(left[:here]) != prod(right[:there]):
             if prod(left[:here]) < prod(right[:there]):
                 here += 1
             else:
                 there += 1
-        if here > 1:
+        if here != 1:
             view = Flattened(view, at, here)
-        if there > 1:
+        if there != 1:
             view = Unflattened(view, at, tuple(right[:there]))
         left, right, at = left[here:], right[there:], at + there
     return view

@@ -14,14 +14,14 @@ Rules:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
-from typing import Protocol
 
-from formats.catalog import Pieces, StoredPiece
+from formats.catalog import StoredPiece, TensorRecord
 from sharding.layout import Box, Piece, Shape, span_boxes
 
 ROW_ELEMENTS = 128
@@ -31,30 +31,40 @@ _Run = tuple[int, int, int, int]
 """Indices `[lo, hi)` of a dimension, the place of the first one, and the stride."""
 
 
-class View(Protocol):
+class View(ABC):
     """The pieces of a tensor, with its shape."""
 
+    __slots__ = ()
+
     @property
+    @abstractmethod
     def shape(self) -> Shape:
         """The shape of the tensor."""
 
+    @abstractmethod
     def locate(self, box: Box) -> Iterator[StoredPiece]:
         """Yields the pieces of the elements of a box, and perhaps of more."""
 
+    def __iter__(self) -> Iterator[StoredPiece]:
+        return self.locate(Box.whole(self.shape))
+
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(View):
     """A tensor as it is stored."""
 
-    shape: Shape
-    pieces: Pieces
+    record: TensorRecord
+
+    @property
+    def shape(self) -> Shape:
+        return self.record.shape
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
-        return self.pieces.locate(box)
+        return self.record.pieces.locate(box)
 
 
 @dataclass(frozen=True, slots=True)
-class Permuted:
+class Permuted(View):
     """A tensor with its dimensions in another order: dimension `d` was `order[d]`."""
 
     below: View
@@ -73,7 +83,7 @@ class Permuted:
 
 
 @dataclass(frozen=True, slots=True)
-class Narrowed:
+class Narrowed(View):
     """The indices `[lo, hi)` of one dimension."""
 
     below: View
@@ -96,47 +106,7 @@ class Narrowed:
 
 
 @dataclass(frozen=True, slots=True)
-class Inserted:
-    """A tensor with one more dimension, of size 1, before dimension `dim`."""
-
-    below: View
-    dim: int
-
-    @property
-    def shape(self) -> Shape:
-        return _replace(self.below.shape, self.dim, 0, (1,))
-
-    def locate(self, box: Box) -> Iterator[StoredPiece]:
-        dim = self.dim
-        below = Box(_replace(box.lo, dim, 1, ()), _replace(box.hi, dim, 1, ()))
-        for piece, extent in self.below.locate(below):
-            lo, hi = _replace(piece.box.lo, dim, 0, (0,)), _replace(piece.box.hi, dim, 0, (1,))
-            strides = _replace(piece.strides, dim, 0, (1,))
-            yield StoredPiece(Piece(Box(lo, hi), piece.at, strides), extent)
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """A tensor without dimension `dim`, which has size 1."""
-
-    below: View
-    dim: int
-
-    @property
-    def shape(self) -> Shape:
-        return _replace(self.below.shape, self.dim, 1, ())
-
-    def locate(self, box: Box) -> Iterator[StoredPiece]:
-        dim = self.dim
-        below = Box(_replace(box.lo, dim, 0, (0,)), _replace(box.hi, dim, 0, (1,)))
-        for piece, extent in self.below.locate(below):
-            lo, hi = _replace(piece.box.lo, dim, 1, ()), _replace(piece.box.hi, dim, 1, ())
-            strides = _replace(piece.strides, dim, 1, ())
-            yield StoredPiece(Piece(Box(lo, hi), piece.at, strides), extent)
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
+class Joined(View):
     """Tensors behind one another along dimension `dim`, as `torch.cat` joins them."""
 
     parts: tuple[View, ...]
@@ -164,8 +134,11 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Unflattened:
-    """A tensor with dimension `dim` divided into dimensions of these sizes, the last fastest."""
+class Unflattened(View):
+    """A tensor with dimension `dim` divided into dimensions of these sizes, the last fastest.
+
+    Without sizes it loses the dimension, which has size 1.
+    """
 
     below: View
     dim: int
@@ -199,8 +172,11 @@ class Unflattened:
 
 
 @dataclass(frozen=True, slots=True)
-class Flattened:
-    """A tensor with `count` dimensions from `dim` on merged into one, the last the fastest."""
+class Flattened(View):
+    """A tensor with `count` dimensions from `dim` on merged into one, the last the fastest.
+
+    Of no dimensions it is a new one, of size 1.
+    """
 
     below: View
     dim: int
@@ -255,20 +231,6 @@ class Flattened:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class ViewPieces:
-    """A view as the pieces of a tensor in a catalog."""
-
-    view: View
-
-    def locate(self, box: Box) -> Iterator[StoredPiece]:
-        """Yields the pieces of the elements of a box, and perhaps of more."""
-        return self.view.locate(box)
-
-    def __iter__(self) -> Iterator[StoredPiece]:
-        return self.view.locate(Box.whole(self.view.shape))
-
-
 def _runs(sizes: Shape, box: Box, strides: Shape) -> list[_Run]:
     """Returns the runs of a box in the merged dimension.
 
@@ -277,9 +239,9 @@ def _runs(sizes: Shape, box: Box, strides: Shape) -> list[_Run]:
     >>> _runs((2, 3), Box((0, 0), (2, 3)), (1, 2))
     [(0, 3, 0, 2), (3, 6, 1, 2)]
     """
+    if not sizes:
+        return [(0, 1, 0, 1)]
     first, last = box.lo[0], box.hi[0]
-    if len(sizes) == 1:
-        return [(first, last, 0, strides[0])]
     size = prod(sizes[1:])
     inner = _runs(sizes[1:], Box(box.lo[1:], box.hi[1:]), strides[1:])
     lo, hi, _, step = inner[0]

@@ -10,16 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.mapping.views import (
-    Dropped,
     Flattened,
-    Inserted,
     Joined,
     Narrowed,
     Permuted,
     Stored,
     Unflattened,
     View,
-    ViewPieces,
 )
 from formats.catalog import TensorRecord
 from sharding.layout import Box, Piece
@@ -32,7 +29,7 @@ def leaves(draw: st.DrawFn, elements: Elements, shape: tuple[int, ...]) -> tuple
     """A stored tensor of one shape, in up to three pieces."""
     array = numbered(*shape, start=1000 * len(elements))
     record = stored(f"t{len(elements)}", array, elements, draw(st.integers(1, 3)))
-    return Stored(record.shape, record.pieces), array
+    return Stored(record), array
 
 
 @st.composite
@@ -47,7 +44,7 @@ def steps(
     kind = draw(st.sampled_from(kinds))
     dim = draw(st.integers(0, max(0, rank - 1)))
     if kind == "insert":
-        return Inserted(view, dim), np.expand_dims(array, dim)
+        return Flattened(view, dim, 0), np.expand_dims(array, dim)
     if kind == "permute":
         order = tuple(draw(st.permutations(range(rank))))
         return Permuted(view, order), array.transpose(order)
@@ -61,7 +58,7 @@ def steps(
         return Joined((view, other, view), dim), np.concatenate([array, more, array], dim)
     if kind == "drop":
         dim = array.shape.index(1)
-        return Dropped(view, dim), array.squeeze(dim)
+        return Unflattened(view, dim, ()), array.squeeze(dim)
     if kind == "flatten":
         dim = draw(st.integers(0, rank - 2))
         count = draw(st.integers(2, rank - dim))
@@ -87,7 +84,7 @@ def test_a_chain_of_views_has_numpy_s_elements(data: st.DataObject) -> None:
             break
         view, array = data.draw(steps(elements, view, array))
     assert view.shape == array.shape
-    record = TensorRecord("v", view.shape, I64, ViewPieces(view))
+    record = TensorRecord("v", view.shape, I64, view)
     assert np.array_equal(read(record, elements), array)
     box = data.draw(boxes(array.shape))
     inside = tuple(slice(lo, hi) for lo, hi in zip(box.lo, box.hi, strict=True))
@@ -97,15 +94,15 @@ def test_a_chain_of_views_has_numpy_s_elements(data: st.DataObject) -> None:
 def test_a_merge_in_order_is_one_piece() -> None:
     elements: Elements = {}
     record = stored("t", numbered(6, 4), elements)
-    view = Flattened(Unflattened(Stored(record.shape, record.pieces), 0, (2, 3)), 0, 2)
-    [[piece, _]] = list(ViewPieces(view))
+    view = Flattened(Unflattened(Stored(record), 0, (2, 3)), 0, 2)
+    [[piece, _]] = list(view)
     assert piece == record.pieces.__iter__().__next__().piece
 
 
 def test_a_merge_with_dimensions_of_size_1_is_one_piece() -> None:
     record = stored("t", numbered(6, 4), {})
-    column = Narrowed(Stored(record.shape, record.pieces), 1, 2, 3)
-    [[piece, _]] = list(ViewPieces(Flattened(column, 0, 2)))
+    column = Narrowed(Stored(record), 1, 2, 3)
+    [[piece, _]] = list(Flattened(column, 0, 2))
     assert piece == Piece(Box((0,), (6,)), 2, (4,))
 
 
@@ -117,9 +114,9 @@ def test_rotary_halves_are_pairs_of_rows_or_long_rows_alone(
 ) -> None:
     elements: Elements = {}
     record = stored("t", numbered(16, columns), elements)
-    apart = Unflattened(Stored(record.shape, record.pieces), 0, (2, 2, 4))
+    apart = Unflattened(Stored(record), 0, (2, 2, 4))
     view = Flattened(Permuted(apart, (0, 2, 1, 3)), 0, 3)
-    found = TensorRecord("v", view.shape, I64, ViewPieces(view))
+    found = TensorRecord("v", view.shape, I64, view)
     assert [piece.box.shape for piece, _ in found.pieces] == pieces
     halves = numbered(16, columns).reshape(2, 2, 4, columns).swapaxes(1, 2)
     assert np.array_equal(read(found, elements), halves.reshape(16, columns))
