@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from threading import Lock
-from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from formats.errors import CorruptError
 
@@ -143,6 +143,32 @@ def read_again(
 
 Lends = Callable[[str, int, int], "AbstractContextManager[memoryview] | None"]
 """The method of a reader whose files lie in memory."""
+
+
+class MadeFiles:
+    """A reader, and beside its files some that lie nowhere: their bytes are made as they are read.
+
+    The name of such a file begins with a slash, unlike those of the reader.
+    """
+
+    in_place = server_path = None
+    """Nothing of it lies in a place."""
+
+    def __init__(self, reader: Reader, make: Callable[[str, int, memoryview], None]) -> None:
+        """`make` fills memory with the bytes of a file from a place on."""
+        self._reader, self._make = reader, make
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
+        """As `Reader.read_into`."""
+        if not name.startswith("/"):
+            self._reader.read_into(name, offset, *targets)
+            return
+        for target in targets:
+            self._make(name, offset, target)
+            offset += len(target)
 
 
 class FileWriter(Protocol):

@@ -328,9 +328,9 @@ def convert(
     with call_together(ranks) as call, ExitStack() as stack:
         call.doing("reading the source")
         if isinstance(src, (str, os.PathLike)):
-            total, opening = None, open_source(src, storage_options)
+            opening = open_source(src, storage_options)
         elif hasattr(src, "opened"):
-            total, opening = src, src.opened(storage_options)
+            opening = src.opened(storage_options)
         else:
             raise ArgumentTypeError(f"src is {src!r:.80}; give a path, a URL or a WeightedSum")
         source = stack.enter_context(opening)
@@ -344,22 +344,15 @@ def convert(
         counted = _count_bytes(progress, call)
         described = target.describe(source, changes, files, casts, allow_loss, counted)
         mapped, state = described.found, described.state
-        if total is not None:
-            from ckpt.converting.weighted_sum import check_has_sum  # imports torch
-
-            check_has_sum(source, mapped.catalog)
+        source.check(mapped.catalog)
         untied = target.unties(files)
         if not dry_run:
             call.doing("writing")
         if not dry_run and resume:
             plans = target.plans(state, files, casts)
-            options = (target.format, changes, changes.parameters_of(source), total)
-            sources: Sequence[Source] = [source]
-            if total is not None:
-                from ckpt.converting.weighted_sum import summands  # imports torch
-
-                sources = summands(source)
-            target.write_missing(state, plans, identity_of(sources, options, plans))
+            options = (target.format, changes, changes.parameters_of(source), src)
+            identity = identity_of(source.parts or [source], options, plans)
+            target.write_missing(state, plans, identity)
         elif not dry_run:
             target.write(ranks, state, files, casts)
         if verify and not dry_run and is_first:

@@ -7,7 +7,7 @@ Rules:
 1. The checkpoint is committed first. A failure of the second output is a warning on all ranks, and
    changes nothing about the checkpoint.
 2. The plan is that of `ckpt.convert` from the committed checkpoint: each process makes it from the
-   manifest, so that all have the same. The bytes of this rank come from memory (`_Staged`): the
+   manifest, so that all have the same. The bytes of this rank come from memory (`MadeFiles`): the
    arena of a background save, read by the process that has written the shard file, or the tensors.
 3. On a disk rank 0 makes the files, and each rank writes its own elements into all of them, each at
    its place. No rank reads another's bytes, or a file.
@@ -51,18 +51,19 @@ from ckpt.transfer.copy_shares import hash_of
 from formats.catalog import Catalog, Extent, FilePlan, Pieces, PieceTable, StoredPiece, TensorRecord
 from formats.native.reader import NativePieces
 from formats.native.shard import Progress, ShardSummary
+from formats.storage import MadeFiles
 from sharding.agreement.ranks import Ranks
 from sharding.errors import ArgumentError, without_secrets
 from sharding.layout import Box, Layout
 
 if TYPE_CHECKING:  # torch, which the writer process has no need of
-    from ckpt.saving.background import CommittedSave
+    from ckpt.saving.writers import CommittedSave
     from ckpt.state.state_spec import StateSpec
 
 __all__ = ["HuggingFace", "SecondOutput"]
 
 MEMORY = "/memory"
-"""The name of the memory among the files of a checkpoint, which have no slash."""
+"""The name of the memory among the files of a checkpoint."""
 STEP = "{step}"
 """The part of a place that becomes the number of the step."""
 
@@ -221,7 +222,7 @@ class SecondOutput:
                 job = self._job(save, turn, by_pieces, is_first)
                 _, agreed = ranks.run_and_compare(
                     stage,
-                    partial(save.call, WORK, job, self),
+                    partial(save.call, WORK, job, target.url, self.storage_options),
                     lambda found: {"plans": int(found.digest, 16)},
                 )
                 if not agreed.same["plans"]:
@@ -379,7 +380,14 @@ def work(
             others = None if job.by_pieces else record.pieces
             pieces = StagedPieces(record.layout, job.rank, extents.get(name), others)
             records[name] = record._replace(pieces=pieces)
-        reader = cast(Store, _Staged(source.store, data))
+
+        def fill(name: str, offset: int, target: memoryview) -> None:
+            if isinstance(data, memoryview):
+                target[:] = data[offset : offset + len(target)]
+            else:
+                data(offset, target)
+
+        reader = cast(Store, MadeFiles(source.store, fill))
         catalog = replace(source.catalog, tensors=records)
         staged = Source(source.url, reader, catalog)
         state = job.output._describe(staged, job.configs, None, count).state
@@ -423,28 +431,3 @@ class StagedPieces:
 
     def __iter__(self) -> Iterator[StoredPiece]:
         return self.locate(Box.whole(self.layout.shape))
-
-
-class _Staged:
-    """The folder of a checkpoint, and beside its files the memory of a rank that has written it."""
-
-    in_place = server_path = None
-    """Nothing of it lies in a place."""
-
-    def __init__(self, store: Store, data: memoryview | Fill) -> None:
-        self._store, self._data = store, data
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
-        """As `formats.storage.Reader.read_into`."""
-        if name != MEMORY:
-            self._store.read_into(name, offset, *targets)
-            return
-        for target in targets:
-            if isinstance(self._data, memoryview):
-                target[:] = self._data[offset : offset + len(target)]
-            else:
-                self._data(offset, target)
-            offset += len(target)

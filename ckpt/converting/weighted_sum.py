@@ -2,14 +2,14 @@
 
 Rules:
 
-1. A sum is a catalog like any other. Its tensors lie in files that exist nowhere: `_Sums` computes
+1. A sum is a catalog like any other. Its tensors lie in files that lie nowhere: `_Sums` computes
    their bytes when they are read, in the parts in which they are asked for. A conversion thereby
    writes a sum in any format, in bounded memory and by any number of ranks.
 2. An element is the sum of rounded products in the order of the sources, in float32, or in float64
    if one dtype is float64 or the caller asks for it. Parts and ranks do not change its bits.
 3. Tensors without fractions, such as counters and quantised weights, have no sum: they have to be
    equal in all sources. Names and shapes have to be equal too. All this is compared for the tensors
-   of a conversion before the first byte is written (`check_has_sum`).
+   of a conversion before the first byte is written (`_Sums.check`).
 4. Plain values, names and files beside the weights are those of the first source.
 5. An adapter adds `scale * b @ a` to the tensors that it names, in the dtype of the sum. Products
    are made in tiles of whole rows. Their places, and so the bits, do not depend on parts and ranks.
@@ -18,12 +18,12 @@ Rules:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import isfinite, prod
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -46,6 +46,7 @@ from formats.catalog import (
     iter_leaves,
 )
 from formats.dtypes import DType
+from formats.storage import MadeFiles
 from sharding.errors import format_names, without_secrets
 from sharding.layout import Box, Piece
 
@@ -53,8 +54,8 @@ __all__ = ["WeightedSum"]
 
 BLOCK_BYTES = 1 << 20
 """Bytes of a tensor that are summed at once."""
-SUM = "sum-"
-"""The begin of the name of a file that exists nowhere, before the number of a tensor."""
+SUM = "/sum/"
+"""The begin of the name of a file that lies nowhere, before the name of its tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,40 +93,16 @@ class WeightedSum:
             for adapter in adapters:
                 for name, product in _products_of(adapter, first.catalog).items():
                     products.setdefault(name, []).append(product)
-            tensors, files = dict[str, TensorRecord](), dict[str, str]()
-            for number, (name, record) in enumerate(first.catalog.tensors.items()):
-                file = f"{SUM}{number}"
-                files[file] = name
-                box, extent = Box.whole(record.shape), Extent(file, 0, record.nbytes)
+            tensors = dict[str, TensorRecord]()
+            for name, record in first.catalog.tensors.items():
+                box, extent = Box.whole(record.shape), Extent(SUM + name, 0, record.nbytes)
                 table = PieceTable([StoredPiece(Piece.packed(box), extent)])
                 tensors[name] = record._replace(pieces=table, layout=None, strides=None)
-            parts = (*sources, *adapters)
-            sums = _Sums(first.store, files, terms, products, self.in_float64, parts)
+            sums = _Sums(terms, products, self.in_float64, lru_cache(4)(_Product.factors))
+            store = cast(Store, MadeFiles(first.store, sums.make))
             catalog = replace(first.catalog, tensors=tensors, bases=(), parts=())
-            yield Source(" + ".join((*self.urls, *self.lora)), cast(Store, sums), catalog)
-
-
-def summands(source: Source) -> Sequence[Source]:
-    """Returns the sources and adapters of an opened sum."""
-    return cast(_Sums, source.store).parts
-
-
-def check_has_sum(source: Source, catalog: Catalog) -> None:
-    """Raises ArgumentError unless the tensors in the tree of a catalog have a sum (rule 3).
-
-    `source` is an opened sum, and the catalog a part of it, perhaps under other names.
-    """
-    sums = cast(_Sums, source.store)
-    leaves = (leaf for _, leaf in iter_leaves(catalog.tree))
-    records = (catalog.tensors[leaf.name] for leaf in leaves if isinstance(leaf, TensorRef))
-    files = {stored.extent.file for record in records for stored in record.pieces}
-    wrong = [text for file in files if (text := sums.problem(file))]
-    if wrong:
-        raise ArgumentError(
-            f"{without_secrets(source.url)} has no sum: {format_names(sorted(wrong), 5)}; give "
-            "checkpoints of one model, with select= or exclude= for the parts that have a sum, "
-            "and convert quantised weights to floats before"
-        )
+            url, parts = " + ".join((*self.urls, *self.lora)), (*sources, *adapters)
+            yield Source(url, store, catalog, parts, sums.check)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,59 +234,43 @@ def _scale(config: Mapping[str, object], module: str, rank: int, url: str) -> fl
     return alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Sums:
-    """The folder of the first source, and beside its files those whose bytes are sums."""
+    """The sums of the tensors of several sources."""
 
-    in_place = server_path = None
-    """Nothing of it lies in a place."""
+    terms: Sequence[_Term]
+    products: Mapping[str, Sequence[_Product]]
+    in_float64: bool
+    factors: Callable[[_Product, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
+    """Those of a product, which threads ask for again and again."""
 
-    def __init__(
-        self,
-        store: Store,
-        files: Mapping[str, str],
-        terms: Sequence[_Term],
-        products: Mapping[str, Sequence[_Product]],
-        in_float64: bool,
-        parts: Sequence[Source],
-    ) -> None:
-        self._store, self._files, self._terms = store, files, terms
-        self._products, self._in_float64, self.parts = products, in_float64, parts
-        self._factors = lru_cache(4)(_Product.factors)  # threads are at neighbouring tensors
+    def make(self, file: str, offset: int, target: memoryview) -> None:
+        """Fills memory with the bytes of a sum, from byte `offset` of its file on."""
+        tensor = file.removeprefix(SUM)
+        itemsize = self.terms[0].records[tensor].dtype.itemsize
+        for start in range(0, len(target), BLOCK_BYTES):
+            part = target[start : start + BLOCK_BYTES]
+            lo, skipped = divmod(offset + start, itemsize)
+            hi = -(-(offset + start + len(part)) // itemsize)
+            part[:] = self._sum(tensor, lo, hi)[skipped : skipped + len(part)]
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
+    def check(self, catalog: Catalog) -> None:
+        """Raises ArgumentError unless the tensors in the tree of a catalog have a sum (rule 3)."""
+        leaves = (leaf for _, leaf in iter_leaves(catalog.tree))
+        records = (catalog.tensors[leaf.name] for leaf in leaves if isinstance(leaf, TensorRef))
+        files = {stored.extent.file for record in records for stored in record.pieces}
+        wrong = [text for file in files if (text := self._problem(file.removeprefix(SUM)))]
+        if wrong:
+            urls = " + ".join(without_secrets(term.url) for term in self.terms)
+            raise ArgumentError(
+                f"{urls} has no sum: {format_names(sorted(wrong), 5)}; give "
+                "checkpoints of one model, with select= or exclude= for the parts that have a sum, "
+                "and convert quantised weights to floats before"
+            )
 
-    def size(self, name: str) -> int:
-        """As `formats.storage.Reader.size`."""
-        if name in self._files:
-            return self._terms[0].records[self._files[name]].nbytes
-        return self._store.size(name)
-
-    def read(self, name: str, offset: int, length: int) -> bytes:
-        """As `formats.storage.Reader.read`."""
-        target = bytearray(length)
-        self.read_into(name, offset, memoryview(target))
-        return bytes(target)
-
-    def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
-        """As `formats.storage.Reader.read_into`."""
-        if name not in self._files:
-            self._store.read_into(name, offset, *targets)
-            return
-        tensor = self._files[name]
-        itemsize = self._terms[0].records[tensor].dtype.itemsize
-        for target in targets:
-            for start in range(0, len(target), BLOCK_BYTES):
-                part = target[start : start + BLOCK_BYTES]
-                lo, skipped = divmod(offset + start, itemsize)
-                hi = -(-(offset + start + len(part)) // itemsize)
-                part[:] = self._sum(tensor, lo, hi)[skipped : skipped + len(part)]
-            offset += len(target)
-
-    def problem(self, file: str) -> str:
-        """Returns why the tensor of a file has no sum; an empty text if it has one."""
-        name = self._files[file]
-        first, *others = self._terms
+    def _problem(self, name: str) -> str:
+        """Returns why a tensor has no sum; an empty text if it has one."""
+        first, *others = self.terms
         record = first.records[name]
         for term in others:
             other = term.records.get(name)
@@ -329,24 +290,24 @@ class _Sums:
 
     def _sum(self, tensor: str, lo: int, hi: int) -> memoryview:
         """Returns the bytes of elements `[lo, hi)`, in row-major order."""
-        records = [term.records[tensor] for term in self._terms]
+        records = [term.records[tensor] for term in self.terms]
         if not _has_sum(records[0].dtype):  # equal in all sources
-            return bytes_of(read_elements(self._terms[0].engine, records[0], lo, hi).view("u1"))
-        wide = _sum_dtype([record.dtype for record in records], self._in_float64)
+            return bytes_of(read_elements(self.terms[0].engine, records[0], lo, hi).view("u1"))
+        wide = _sum_dtype([record.dtype for record in records], self.in_float64)
         total: torch.Tensor | None = None
-        for term, record in zip(self._terms, records, strict=True):
+        for term, record in zip(self.terms, records, strict=True):
             # Two roundings an element: a fused product would depend on the element's place.
             product = _read(term.engine, record, lo, hi).to(wide).mul_(term.weight)
             total = product if total is None else total.add_(product)
         assert total is not None
-        for added in self._products.get(tensor, ()):
+        for added in self.products.get(tensor, ()):
             self._add(total, added, lo)
         rounded = total.to(torch_dtype(records[0].dtype.torch_name))
         return memoryview(rounded.view(torch.uint8).numpy().data)
 
     def _add(self, total: torch.Tensor, product: _Product, lo: int) -> None:
         """Adds the elements of a product from `lo` on (rule 5)."""
-        left, right = self._factors(product, total.dtype)
+        left, right = self.factors(product, total.dtype)
         rows = max(1, TILE_ELEMENTS // right.shape[1])
         size = rows * right.shape[1]
         for start in range(lo // size * size, lo + len(total), size):

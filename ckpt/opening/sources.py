@@ -73,6 +73,10 @@ class Source:
     store: Store
     """Guarded: a native checkpoint that is replaced during the read is not reported as damaged."""
     catalog: Catalog
+    parts: Sequence[Source] = ()
+    """The checkpoints that it is made of, if it is none that is stored (`ckpt.merge`)."""
+    check: Callable[[Catalog], None] = lambda catalog: None
+    """Raises if the tensors of a part of the catalog, perhaps under other names, are not there."""
 
     @property
     def fingerprint(self) -> int:

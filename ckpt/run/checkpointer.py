@@ -46,7 +46,6 @@ from ckpt.run.steps import (
 )
 from ckpt.run.tiers import LocalTier, Memory, MemoryTier
 from ckpt.saving.agreement import StoredDtypes
-from ckpt.saving.background import Also
 from ckpt.saving.staging import COPIED, When
 from ckpt.state.patterns import Rename
 from ckpt.stores.store import Options, absolute
@@ -57,6 +56,7 @@ from sharding.agreement.ranks import Ranks
 from sharding.errors import without_secrets
 
 if TYPE_CHECKING:
+    from ckpt.converting.second_output import SecondOutput
     from sharding.agreement.ranks import Group
 
 __all__ = ["Checkpointer"]
@@ -107,7 +107,7 @@ class Checkpointer(Uncopied):
         timeout: float = TIMEOUT_SECONDS,
         read_only: bool = False,
         save_on_exception: bool = False,
-        also: Also | None = None,
+        also: SecondOutput | None = None,
         also_every: int | None = None,
     ) -> None:
         """All ranks of `group` call this, with equal arguments. Writes no file.

@@ -53,7 +53,7 @@ from ckpt.run.policy import Failures, Keep, check_seconds
 from ckpt.run.steps import METRICS, PROVENANCE, STEP, RunCounter, Tidying
 from ckpt.run.tiers import HOSTS, LocalTier
 from ckpt.saving.agreement import SaveOptions, StoredDtypes
-from ckpt.saving.background import Also, SaveHandle
+from ckpt.saving.background import SaveHandle
 from ckpt.saving.save import prepare, save_with
 from ckpt.saving.staging import When, optimizers, runs_hooks
 from ckpt.stores.store import Options, local_path, split_url
@@ -64,6 +64,7 @@ from formats.native.manifest import MANIFEST
 from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError
 
 if TYPE_CHECKING:
+    from ckpt.converting.second_output import SecondOutput
     from sharding.agreement.ranks import Group
 
 
@@ -260,7 +261,7 @@ class RunSaves:
         tier: LocalTier | None,
         is_last: bool,
         dtype: StoredDtypes,
-        also: Also | None,
+        also: SecondOutput | None,
     ) -> bool:
         """Begins a save to the folder of the run, or of this host; returns False if it fails.
 

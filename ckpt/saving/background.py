@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from html import escape
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from warnings import warn
 
 from ckpt.arguments import Uncopied, workers_for
@@ -23,16 +23,18 @@ from ckpt.errors import CkptError, SecondOutputWarning, StoreError, WaitTimeoutE
 from ckpt.opening.in_flight import SaveQueue, saves
 from ckpt.saving.agreement import SaveAttempt, finish
 from ckpt.saving.staging import OVERLAPPED, Staging, When, slots, waiting
-from ckpt.saving.writers import ArenaWriter, Fill, arena_writer, write_here
+from ckpt.saving.writers import ArenaWriter, CommittedSave, Fill, arena_writer, write_here
 from ckpt.state.flatten import Leaf
-from ckpt.state.state_spec import StateSpec
-from ckpt.stores.store import Options, Store, absolute, open_store, place_elsewhere
-from ckpt.transfer.write_job import Ring, call_message, read_call
+from ckpt.stores.store import absolute, open_store, place_elsewhere
+from ckpt.transfer.write_job import Ring
 from formats.native.manifest import STAGED_SECONDS
 from formats.native.shard import Progress, ShardSummary
 from sharding.agreement.call_events import Clock
 from sharding.agreement.ranks import Ranks, result_or_error
 from sharding.errors import without_secrets
+
+if TYPE_CHECKING:  # an annex, of which a save gets a value
+    from ckpt.converting.second_output import SecondOutput
 
 __all__ = ["SaveHandle", "Saved"]
 
@@ -42,72 +44,17 @@ CALL = "a save in the background"
 """The name of the call in events, and in other ranks' errors."""
 
 
-class Also(Protocol):
-    """A second output of a save (`ckpt.converting.second_output`)."""
-
-    @property
-    def place(self) -> Any:
-        """The file or folder."""
-
-    @property
-    def storage_options(self) -> Options:
-        """The options of its store's driver."""
-
-    def check(self, store: Store, is_first: bool) -> None:
-        """Raises if the output cannot be written; `store` is the folder of the checkpoint."""
-
-    def plan(self, store: Store, described: StateSpec) -> object:
-        """Raises, alike on all ranks, if the state has no such output."""
-
-    def write(self, ranks: Ranks, save: CommittedSave) -> None:
-        """Writes the output; it exists when this returns, or all ranks raise."""
-
-    def at(self, step: int) -> Also:
-        """Returns the output of a step of a run."""
-
-    def check_steps(self) -> None:
-        """Raises ArgumentError if the steps of a run have no places of their own."""
-
-
-@dataclass(frozen=True, slots=True)
-class CommittedSave:
-    """A save that is committed, with this rank's bytes still in memory."""
-
-    url: str
-    options: Mapping[str, Any] = field(repr=False)
-    attempt: SaveAttempt
-    data: memoryview | Callable[[int, memoryview], None]
-    """The bytes, or a function that fills memory with those from a place on."""
-    arena_writer: ArenaWriter | None = None
-    """The arena that has the bytes, and its writer."""
-
-    def write_also(self, ranks: Ranks, also: Also) -> SecondOutputWarning | None:
-        """Writes a second output. Returns the warning if that fails, on all ranks."""
-        _, error = result_or_error(lambda: also.write(ranks, self))
-        if error is None:
-            return None
-        place = without_secrets(str(also.place))
-        return SecondOutputWarning(
-            f"{without_secrets(self.url)} is complete, and its second output {place} was not "
-            f"written: {type(error).__name__}: {error}; `ckpt convert` writes it from the "
-            "checkpoint"
-        )
-
-    def call(self, function: str, job: object, also: Also) -> ShardSummary:
-        """Returns the result of a function with the bytes (`call_message`).
-
-        The writer process calls it if it reaches the places, and has the bytes; else this thread.
-        """
-        message, writer = call_message(function, job), None
-        places = ((self.url, self.options), (str(also.place), also.storage_options or {}))
-        if self.arena_writer is not None and all(place_elsewhere(*place) for place in places):
-            with suppress(StoreError):
-                writer = self.arena_writer.writer()
-        if writer is not None and self.arena_writer is not None:
-            where = without_secrets(str(also.place))
-            return writer.call(message, self.arena_writer.arena, where)
-        called, job = read_call(message)
-        return called(job, self.data, -1, lambda nbytes: None)
+def write_also(also: SecondOutput, ranks: Ranks, save: CommittedSave) -> SecondOutputWarning | None:
+    """Writes a second output. Returns the warning if that fails, on all ranks."""
+    _, error = result_or_error(lambda: also.write(ranks, save))
+    if error is None:
+        return None
+    place = without_secrets(str(also.place))
+    return SecondOutputWarning(
+        f"{without_secrets(save.url)} is complete, and its second output {place} was not "
+        f"written: {type(error).__name__}: {error}; `ckpt convert` writes it from the "
+        "checkpoint"
+    )
 
 
 def lasting(attempt: SaveAttempt) -> SaveAttempt:
@@ -168,7 +115,7 @@ class Folder:
     """The options of the store's driver."""
     progress: Progress | None
     queue: SaveQueue = saves
-    also: Also | None = None
+    also: SecondOutput | None = None
 
     def arena_writer(self) -> ArenaWriter:
         return arena_writer()
@@ -205,7 +152,7 @@ class Folder:
             finish(store, ranks, attempt, written, error)
         if self.also is not None:
             how = (self.handle.url, self.options, self.attempt, data, self.arena_writer())
-            warning = CommittedSave(*how).write_also(ranks, self.also)
+            warning = write_also(self.also, ranks, CommittedSave(*how))
             self.handle.note_also("" if warning else str(self.also.place), warning)
 
 

@@ -33,9 +33,9 @@ from ckpt.saving.agreement import (
     check_options,
     finish,
 )
-from ckpt.saving.background import Also, CommittedSave, Folder, SaveHandle, begin, lasting
+from ckpt.saving.background import Folder, SaveHandle, begin, lasting, write_also
 from ckpt.saving.staging import When, divide, slots
-from ckpt.saving.writers import arena_writer
+from ckpt.saving.writers import CommittedSave, arena_writer
 from ckpt.state.flatten import FlatState, Leaf, flatten
 from ckpt.state.memory import blocks, outgoing
 from ckpt.state.merged_state import agree_on_state, spec_of
@@ -50,6 +50,7 @@ from sharding.agreement.channel import TIMEOUT_SECONDS
 from sharding.agreement.ranks import Ranks, result_or_error
 
 if TYPE_CHECKING:
+    from ckpt.converting.second_output import SecondOutput
     from sharding.agreement.ranks import Group
 
 __all__ = ["prepare", "save"]
@@ -74,7 +75,7 @@ def save(
     when_busy: WhenBusy = "wait",
     storage_options: Options = None,
     timeout: float = TIMEOUT_SECONDS,
-    also: Also | None = None,
+    also: SecondOutput | None = None,
 ) -> SaveHandle: ...
 
 
@@ -97,7 +98,7 @@ def save(
     when_busy: WhenBusy = "wait",
     storage_options: Options = None,
     timeout: float = TIMEOUT_SECONDS,
-    also: Also | None = None,
+    also: SecondOutput | None = None,
 ) -> SaveHandle | None: ...
 
 
@@ -119,7 +120,7 @@ def save(
     when_busy: WhenBusy = "wait",
     storage_options: Options = None,
     timeout: float = TIMEOUT_SECONDS,
-    also: Also | None = None,
+    also: SecondOutput | None = None,
 ) -> SaveHandle | None:
     """Returns, on every rank, once a committed checkpoint of `state` exists at `url`.
 
@@ -227,7 +228,7 @@ def save_with(
     when_busy: WhenBusy,
     storage_options: Options,
     timeout: float | None,
-    also: Also | None = None,
+    also: SecondOutput | None = None,
     checks_also: bool = True,
 ) -> SaveHandle | None:
     """As `save`, but makes the options inside the call, so that all ranks hear of a wrong one.
@@ -300,7 +301,7 @@ def save_with(
             if also is not None:
                 url, fill = absolute(url), partial(_fill, attempt.plan.items, leaves)
                 committed = CommittedSave(url, store.options, attempt, fill)
-                warning = committed.write_also(ranks, also)
+                warning = write_also(also, ranks, committed)
                 if warning is not None:
                     warn(warning, stacklevel=3)
             return None

@@ -17,28 +17,35 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
+from typing import Any
 
 import torch
 
 from ckpt.errors import CkptError, StoreError
+from ckpt.saving.agreement import SaveAttempt
 from ckpt.saving.arena import Arena, set_progress
 from ckpt.saving.staging import page_lock, release
 from ckpt.saving.writer_process import IGNORED
 from ckpt.stores.local_files import explained_on_disk
+from ckpt.stores.store import Options, place_elsewhere
 from ckpt.transfer.write_job import (
     FILLED,
     FREED,
     WriteJob,
+    call_message,
     job_message,
     read_answer,
+    read_call,
     write_staged,
 )
 from formats.native.shard import Progress, ShardSummary
+from sharding.errors import without_secrets
 
 Fill = Callable[[int], int]
 """Copies waiting bytes into a ring; the argument is the number of bytes that have passed it.
@@ -277,3 +284,31 @@ def _leave_it_to_the_parent() -> None:
     if _arena_writer is not None:
         atexit.unregister(_arena_writer.close)
     _arena_writer = None
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedSave:
+    """A save that is committed, with this rank's bytes still in memory."""
+
+    url: str
+    options: Mapping[str, Any] = field(repr=False)
+    attempt: SaveAttempt
+    data: memoryview | Callable[[int, memoryview], None]
+    """The bytes, or a function that fills memory with those from a place on."""
+    arena_writer: ArenaWriter | None = None
+    """The arena that has the bytes, and its writer."""
+
+    def call(self, function: str, job: object, place: str, options: Options) -> ShardSummary:
+        """Returns the result of a function that writes to a place with the bytes (`call_message`).
+
+        The writer process calls it if it reaches the places, and has the bytes; else this thread.
+        """
+        message, writer = call_message(function, job), None
+        places = ((self.url, self.options), (place, options or {}))
+        if self.arena_writer is not None and all(place_elsewhere(*each) for each in places):
+            with suppress(StoreError):
+                writer = self.arena_writer.writer()
+        if writer is not None and self.arena_writer is not None:
+            return writer.call(message, self.arena_writer.arena, without_secrets(place))
+        called, job = read_call(message)
+        return called(job, self.data, -1, lambda nbytes: None)

@@ -245,7 +245,7 @@ def test_what_stands_before_a_store_answers_only_for_what_a_store_has() -> None:
     fronts = {
         "ckpt.removing.gc": ("_Seen", {"of"}),
         "ckpt.opening.sources": ("_ReplacementGuard", set()),
-        "ckpt.converting.weighted_sum": ("_Sums", {"in_place", "server_path", "problem"}),
+        "formats.storage": ("MadeFiles", {"in_place", "server_path"}),
     }
     for module, (name, others) in fronts.items():
         own = vars(getattr(importlib.import_module(module), name))
