@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, nargs="+", help="by default 2 4")
     parser.add_argument("--rounds", type=int, default=5, help="by default 5")
     given = parser.parse_args()
-    print(report.machine(), end="\n\n", flush=True)
+    print(report.origin(), end="\n\n", flush=True)
     tmpfs = given.tmpfs if os.path.isdir(given.tmpfs) else given.disk
     disk = None if given.short or tmpfs == given.disk else given.disk
     options = report.Options(tmpfs, PAGE_WORLDS, given.gib, given.rounds)
@@ -133,12 +133,14 @@ def main() -> None:
         options = replace(options, world_sizes=tuple(given.world_size))
     if given.short:
         options = report.Options(tmpfs, (2,), 1 / 8, 3, short=True)
+    if given.write_tables and given.only == list(SCRIPTS):
+        pages.write_machine()
     for name in given.only:
         _run_one(name, options, disk, given.write_tables)
 
 
 def _run_one(name: str, options: report.Options, disk: str | None, is_written: bool) -> None:
-    heading, tables = report.machine(SCRIPTS[name].rivals), []
+    heading, tables = report.heading(SCRIPTS[name].rivals), []
     for table in run(SCRIPTS[name], options, disk):
         print(table, flush=True)
         tables.append(table)

@@ -3,8 +3,9 @@
 python benchmarks/async_save.py --world-size 1 2 --store DIR
 
 Four tables. The first is of workload A: the time until training may go on, over that of a copy of
-the same bytes into memory that is warm: of a first save, of a first one after `ckpt.prepare` (in
-processes of their own), and of later ones. The second is of a model that trains, under FSDP2: the
+the same bytes into memory that is warm: of a first save, of a first one after `ckpt.prepare` and of
+a Checkpointer's first one after ten seconds of steps (in processes of their own, three times), and
+of later ones. The second is of a model that trains, under FSDP2: the
 steps while a save is in the background over those before it, in the same round, and all that the
 save has cost the training until it was over, in seconds. The third is of the same training, with a
 bound on host memory of all of a rank's part and of less: the peak is of the shared memory, and of
@@ -57,6 +58,9 @@ MOST = 60
 """Steps that are timed during one save."""
 SECONDS = 300
 PREPARED_SECONDS = 10
+FIRST, PREPARED, BY_RUN = "first", "prepared", "Checkpointer's first"
+FIRSTS = 3
+"""The processes that make a first save, one after the other."""
 
 COPIED, OVERLAPPED = "ckpt, copied", "ckpt, overlapped"
 PARTS = (1, 2, 4, 8)
@@ -82,7 +86,7 @@ class Rival:
 # The first table: until training may go on.
 
 
-def _stalls(store: str, gib: float, rounds: int, is_prepared: bool) -> measure.Samples:
+def _stalls(store: str, gib: float, rounds: int, when: str = FIRST) -> measure.Samples:
     torch.ones(int(gib * 2**29))  # so that nobody pays for what the machine never handed out
     training, rival = workload.build(gib), Rival()
     state_dicts = training.state_dicts()
@@ -120,13 +124,41 @@ def _stalls(store: str, gib: float, rounds: int, is_prepared: bool) -> measure.S
         "torch DCP, thread": measure.Contestant(lambda: dcp(AsyncCheckpointerType.THREAD), fresh),
         "torch DCP, process": measure.Contestant(lambda: dcp(AsyncCheckpointerType.PROCESS), fresh),
     }
-    if is_prepared:
+    runs: list[ckpt.Checkpointer] = []
+    if when == BY_RUN:
+        run = ckpt.Checkpointer(f"{store}/run", every_steps=1000)
+        run.save(1, training.state)  # not due
+        contestants[COPIED] = measure.Contestant(lambda: run.save(2, training.state, force=True))
+        runs.append(run)
+    elif when == PREPARED:
         ckpt.prepare(training.state)
+    if when != FIRST:
         time.sleep(PREPARED_SECONDS)  # as the first steps of a training would
+        contestants = {name: contestants[name] for name in (report.FLOOR, COPIED)}
+    elif not rounds:
         del contestants[OVERLAPPED]
     found = measure.interleaved(contestants, rounds + 1)
     fresh()
+    for run in runs:
+        run.close()
     return found
+
+
+def _stall_rows(options: report.Options, world_size: int) -> list[list[str]]:
+    def stalls(rounds: int, when: str = FIRST) -> measure.Samples:
+        with options.folder() as store:
+            ranks = measure.on_ranks(world_size, _stalls, store, options.gib, rounds, when)
+        return measure.joined(ranks)
+
+    rows = []
+    for when in (FIRST, PREPARED, BY_RUN):
+        firsts: measure.Samples = {}
+        for _ in range(FIRSTS):
+            for name, found in stalls(0, when).items():
+                firsts.setdefault(name, []).extend(found)
+        rows += report.rows(f"{world_size}, {when}", firsts, report.write_calls)
+    later = {name: found[1:] for name, found in stalls(options.rounds).items()}
+    return rows + report.rows(f"{world_size}, later", later, report.write_calls)
 
 
 # The second table: while training goes on.
@@ -464,18 +496,7 @@ def tables(options: report.Options) -> list[report.Table]:
     trained = min(options.gib, TRAINED_GIB)
     for world_size in options.world_sizes:
         label = str(world_size)
-        with options.folder() as store:
-            new, prepared = (
-                measure.joined(
-                    measure.on_ranks(world_size, _stalls, store, options.gib, *arguments)
-                )
-                for arguments in ((options.rounds, False), (0, True))
-            )
-        first = {name: samples[:1] for name, samples in new.items() if name != OVERLAPPED}
-        later = {name: samples[1:] for name, samples in new.items()}
-        after = {name: prepared[name] for name in (report.FLOOR, COPIED)}
-        for which, samples in (("first", first), ("prepared", after), ("later", later)):
-            stalls += report.rows(f"{label}, {which}", samples, report.write_calls)
+        stalls += _stall_rows(options, world_size)
         if world_size > (os.cpu_count() or 1):
             continue  # then it is the ranks that make one another wait
         with options.folder() as store:

@@ -234,7 +234,7 @@ FOLDERS = {
 def saving_table(options: report.Options) -> report.Table:
     """A save with and without, beside DCP's."""
     gib, rows = min(options.gib, MOST_GIB), []
-    for world_size in options.world_sizes:
+    for world_size in options.world_sizes[:1]:
         with options.folder() as store:
             ranks = measure.on_ranks(world_size, _on_rank, store, gib, options.rounds)
         samples, sizes = measure.joined(found for found, _ in ranks), ranks[0][1]

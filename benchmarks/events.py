@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=40)
     options = parser.parse_args()
-    print(report.machine(), end="\n\n")
+    print(report.origin(), end="\n\n")
     print(table(options.folder, options.mb, options.rounds))
 
 

@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--store", default=tempfile.gettempdir(), help="a folder on a disk")
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
     given = parser.parse_args()
-    print(report.machine(), end="\n\n", flush=True)
+    print(report.origin(), end="\n\n", flush=True)
     options = report.Options(given.store, gib=given.size_mb * 10**6 / 2**30, rounds=given.rounds)
     for table in tables(options, given.tables):
         print(table, flush=True)

@@ -174,7 +174,7 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--size-mb", type=int, default=500)
     parser.add_argument("--readers", type=int, default=READERS)
     options = parser.parse_args(given)
-    print(report.machine(), end="\n\n", flush=True)
+    print(report.origin(), end="\n\n", flush=True)
     print(table(options.size_mb * 10**6, options.readers))
 
 

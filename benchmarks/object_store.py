@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="by default 5")
     parser.add_argument("--short", action="store_true", help="fewer changes of world size")
     given = parser.parse_args()
-    print(report.machine(), end="\n\n")
+    print(report.origin(), end="\n\n")
     options = report.Options("", gib=given.gib, rounds=given.rounds, short=given.short)
     for table in tables(options, given.server):
         print(table)

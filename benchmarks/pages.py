@@ -19,6 +19,8 @@ import report
 
 PERFORMANCE = report.ROOT / "docs" / "performance.md"
 PROJECT = report.ROOT / "README.md"
+MACHINE = "machine"
+"""The mark of the line about the machine of a page's tables."""
 OURS, DCP, SAVE, LOAD = "ckpt", "torch DCP", "torch.save", "torch.load"
 
 
@@ -45,6 +47,7 @@ QUOTES = (
     Quote("save, 2 ranks, disk, flushed", "save", "Save, 1.93 GiB, disk", ("2",), "1.2"),
     Quote("load, 2 ranks", "load", "Load, 1.93", ("2",), "1.3"),
     Quote("load, 4 ranks", "load", "Load, 1.93", ("4",), "1.3"),
+    Quote("load, 2 ranks, disk, not in memory", "load", "Load of files", ("2",), "1.1"),
     Quote("saved by 4, loaded by 2", "reshard", "Reshard", ("4 → 2",), "1.25"),
     Quote("saved by 2, loaded by 4", "reshard", "Reshard", ("2 → 4",), "1.4"),
     Quote("saved by 4, loaded by 1", "reshard", "Reshard", ("4 → 1",), "1.1"),
@@ -62,6 +65,7 @@ QUOTES = (
         for when, ranks, goal in (
             ("first", 2, ""),
             ("prepared", 2, "1.5"),
+            ("Checkpointer's first", 2, "1.5"),
             ("later", 2, "1.15"),
             ("later", 4, "1.4"),
         )
@@ -76,10 +80,21 @@ QUOTES = (
 )
 
 
+def write_machine() -> None:
+    """Says in both pages that their tables are of this machine."""
+    for page in (report.README, PERFORMANCE):
+        page.write_text(_with(page.read_text(), MACHINE, f"{report.machine()}."))
+
+
 def write(script: str, heading: str, tables: Sequence[report.Table]) -> None:
-    """Replaces a script's tables in this folder's README, or those of stages in performance.md."""
-    page = PERFORMANCE if script == "stages" else report.README
-    text = "\n".join([heading + "\n", *(one.brief() for one in tables)])
+    """Replaces a script's tables in this folder's README, or those of stages in performance.md.
+
+    Tables of another machine than that of the whole page say theirs.
+    """
+    page, machine = PERFORMANCE if script == "stages" else report.README, report.machine()
+    if f"{machine}." != _between(page.read_text(), MACHINE).strip():
+        heading += f", {machine}"
+    text = "\n".join([f"{heading}.\n", *(one.brief() for one in tables)])
     page.write_text(_with(page.read_text(), script, text))
 
 
@@ -130,12 +145,12 @@ def _comparison() -> str:
 
 
 def _cell(quote: Quote, name: str) -> str:
-    """Seconds, and the ratio with its spread: `0.33: 1.5 (1.4–1.6) ×`."""
+    """The seconds of the floor, and the ratio of others to it with its spread."""
     found = _row(quote, name)
     if found is None:
         return "–"
     seconds, ratio = found[0], found[1]
-    return seconds if name == quote.floor else f"{seconds}: {ratio} ×"
+    return seconds if name == quote.floor else f"{ratio} ×"
 
 
 def _row(quote: Quote, name: str) -> list[str] | None:
@@ -156,7 +171,8 @@ def _project(text: str) -> str:
         found = [_row(one, name) for one in (QUOTES[0], QUOTES[3])]
         pairs.append(", ".join(f"{float(cells[0]):.2g} s" for cells in found if cells))
     heading = _between(report.README.read_text(), "save").strip()
-    date, commit = heading.split(", ")[:2]
+    found = re.match(r"([\d-]+), (commit \w+)", heading)
+    date, commit = found.groups() if found else ("", "")
     text = re.sub(
         r"(\| 2\.07 GB by 2 ranks: save, load) \|[^|]*\|[^|]*\|",
         rf"\1 | {' | '.join(pairs)} |",

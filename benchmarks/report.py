@@ -32,6 +32,8 @@ RATIOS = ("÷", "ratio", "step ÷", "CPU ÷")
 """How the head of a column of ratios begins."""
 LEFT_OUT = ("extra MiB a rank", "write calls", "losses of FSDP2, to the bit")
 """The columns that a page does not show."""
+WAYS_LEFT_OUT = ("ckpt, verify=False", "the same, verify=False", "torch DCP, plans cached")
+"""The rows that a page does not show: by the name of a way, which another row is close to."""
 SPREAD = re.compile(r"^(\S+) \([^()]*–[^()]*\)$")
 """A cell of `spread`."""
 
@@ -89,12 +91,15 @@ class Table:
     def brief(self) -> str:
         """The table of a page: cells are not padded, and only ratios show their spread, if any.
 
-        It has not the columns of `LEFT_OUT`, for which a reader runs the script.
+        It has not the columns of `LEFT_OUT` and the rows of `WAYS_LEFT_OUT`, for which a reader
+        runs the script.
         """
         is_ratio = [one.startswith(RATIOS) for one in self.columns]
         is_plain = [any(is_ratio) and not one for one in is_ratio]
         lines = [list(self.columns), ["-"] * len(self.columns)]
         for row in self.rows:
+            if not set(row[:2]).isdisjoint(WAYS_LEFT_OUT):
+                continue
             cells = zip(row, is_plain, strict=True)
             lines.append([SPREAD.sub(r"\1", cell) if plain else cell for cell, plain in cells])
         kept = [at for at, name in enumerate(self.columns) if name not in LEFT_OUT]
@@ -103,9 +108,9 @@ class Table:
 
 
 def spread(values: Sequence[float]) -> str:
-    """The median with the least and the most: `1.23 (1.10–1.40)`."""
+    """The median with the least and the most, `1.23 (1.10–1.40)`, or alone where they are equal."""
     middle, least, most = statistics.median(values), min(values), max(values)
-    return f"{middle:.3g} ({least:.3g}–{most:.3g})"
+    return f"{middle:.3g}" + (f" ({least:.3g}–{most:.3g})" if least < most else "")
 
 
 def ratios(samples: Samples, name: str, figure: Callable[[Sample], float]) -> list[float]:
@@ -163,23 +168,29 @@ def size_of(folder: str) -> int:
         return sum(entry.stat().st_size for entry in entries if entry.is_file())
 
 
-def machine(rivals: Sequence[str] = ()) -> str:
-    """One line: date, commit, processor, cores, and the versions that matter."""
+def origin() -> str:
+    """One line: when, of which code and on which machine."""
+    return f"{heading()}, {machine()}."
+
+
+def heading(rivals: Sequence[str] = ()) -> str:
+    """The date, the commit, and the versions of a script's rivals."""
+    versions = (f"{one} {version(one)}" for one in rivals if find_spec(one.replace("-", "_")))
+    return ", ".join([strftime("%Y-%m-%d"), f"commit {commit()}", *versions])
+
+
+def machine() -> str:
+    """The processor, its cores, and the versions of the software that all scripts run on."""
     names = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
         if line.startswith("model name")
     ]
     processor = names[0] if names else platform.machine()
-    packages = (
-        "torch",
-        "safetensors",
-        *(one for one in rivals if find_spec(one.replace("-", "_"))),
-    )
-    versions = ", ".join(f"{one} {version(one)}" for one in packages)
+    versions = ", ".join(f"{one} {version(one)}" for one in ("torch", "safetensors"))
     return (
-        f"{strftime('%Y-%m-%d')}, commit {commit()}, {os.cpu_count()} cores of {processor}, "
-        f"Python {platform.python_version()}, {versions}, Linux {platform.release()}."
+        f"{os.cpu_count()} cores of {processor}, Python {platform.python_version()}, {versions}, "
+        f"Linux {platform.release()}"
     )
 
 
@@ -214,7 +225,7 @@ def main(description: str | None, tables: Callable[[Options], list[Table]]) -> N
     )
     parser.add_argument("--rounds", type=int, default=5, help="by default 5")
     given = parser.parse_args()
-    print(machine(), end="\n\n")
+    print(origin(), end="\n\n")
     options = Options(given.store, tuple(given.world_size), given.gib, given.rounds)
     for table in tables(options):
         print(table)

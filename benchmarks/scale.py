@@ -603,7 +603,7 @@ def main() -> None:
     )
     parser.add_argument("--short", action="store_true", help="two worlds, one model")
     given = parser.parse_args()
-    print(report.machine(), end="\n\n")
+    print(report.origin(), end="\n\n")
     for table in tables(given.short):
         print(table, flush=True)
 

@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=2, help="by default 2")
     parser.add_argument("--rounds", type=int, default=5, help="by default 5")
     given = parser.parse_args()
-    print(report.machine(), end="\n\n")
+    print(report.origin(), end="\n\n")
     print(table(given.world_size, given.rounds))
 
 

@@ -250,7 +250,7 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=2, help="by default 2")
     parser.add_argument("--rounds", type=int, default=7, help="by default 7")
     given = parser.parse_args()
-    print(report.machine(), end="\n\n", flush=True)
+    print(report.origin(), end="\n\n", flush=True)
     for table in tables(given.world_size, given.rounds):
         print(table, flush=True)
 
