@@ -13,12 +13,10 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
-
-import numpy as np
 
 from ckpt.arguments import memory_budget, workers_for
 from ckpt.checking.elements import read_elements
@@ -26,7 +24,7 @@ from ckpt.errors import ArgumentError, ArgumentTypeError
 from ckpt.opening.sources import open_source
 from ckpt.state.patterns import Selection
 from ckpt.stores.store import Options
-from ckpt.transfer.read import RangeReader, bytes_of
+from ckpt.transfer.read import Array, RangeReader
 from ckpt.transfer.record_sums import RecordSums
 from formats.catalog import TensorRecord
 from formats.storage import Pool
@@ -109,12 +107,14 @@ def id(  # noqa: A001 - `ckpt.id`; `ckpt.__all__` leaves it out
         names = names_in(records, without_secrets(source.url))
         engine = RangeReader(source.store, RecordSums("all"))
         wanted = {records[name].name: records[name] for name in names.values()}
+
+        def of_record(record: TensorRecord) -> str:
+            name, itemsize = record.dtype.torch_name, record.dtype.itemsize
+            read = partial(read_elements, engine, record)
+            return _digest(name, record.shape, itemsize, read, progress)
+
         with Pool(workers_for(1)) as pool:
-            running: dict[str, Future[str]] = {
-                name: pool.submit(_of_record, engine, record, progress)
-                for name, record in wanted.items()
-            }
-            digests = {name: future.result() for name, future in running.items()}
+            digests = dict(zip(wanted, pool.map(of_record, wanted.values()), strict=True))
         engine.finish()
         return identity_of({short: digests[records[name].name] for short, name in names.items()})
 
@@ -129,21 +129,22 @@ def identity_of(tensors: dict[str, str]) -> Identity:
     return Identity(whole.hexdigest(), ordered)
 
 
-def _begun(dtype: str, shape: Sequence[int]) -> Any:
-    return hashlib.sha256(f"{dtype}[{','.join(map(str, shape))}]".encode())
-
-
-def _of_record(engine: RangeReader, record: TensorRecord, progress: Progress | None) -> str:
-    digest = _begun(record.dtype.torch_name, record.shape)
-    elements, itemsize = prod(record.shape), record.dtype.itemsize
+def _digest(
+    dtype: str,
+    shape: Sequence[int],
+    itemsize: int,
+    read: Callable[[int, int], Array],
+    progress: Progress | None = None,
+) -> str:
+    """Returns the digest of a tensor (rule 1); `read` returns elements `[lo, hi)`."""
+    digest, elements = hashlib.sha256(f"{dtype}[{','.join(map(str, shape))}]".encode()), prod(shape)
     step = max(1, min(BLOCK_BYTES, memory_budget() // 8) // itemsize)
     for lo in range(0, elements, step):
-        block = bytes_of(read_elements(engine, record, lo, min(lo + step, elements)))
-        digest.update(block)
+        block = read(lo, min(lo + step, elements))
+        digest.update(block.data)
         if progress is not None:
-            progress(len(block))
-    found: str = digest.hexdigest()
-    return found
+            progress(block.nbytes)
+    return digest.hexdigest()
 
 
 def digest_of(tensor: Any) -> str:
@@ -152,37 +153,32 @@ def digest_of(tensor: Any) -> str:
     from torch.distributed.tensor import DTensor
 
     whole = _gathered(tensor) if isinstance(tensor, DTensor) else tensor
-    digest = _begun(str(whole.dtype).removeprefix("torch."), whole.shape)
     flat = whole.detach().contiguous().reshape(-1)
-    step = max(1, BLOCK_BYTES // flat.element_size())
-    for lo in range(0, flat.numel(), step):
-        part = flat[lo : lo + step].cpu().resolve_conj().resolve_neg().contiguous()
-        raw: np.ndarray[Any, Any] = part.view(torch.uint8).numpy()
-        digest.update(raw.data)
-    found: str = digest.hexdigest()
-    return found
+
+    def read(lo: int, hi: int) -> Any:
+        part = flat[lo:hi].cpu().resolve_conj().resolve_neg().contiguous()
+        return part.view(torch.uint8).numpy()
+
+    dtype = str(whole.dtype).removeprefix("torch.")
+    return _digest(dtype, whole.shape, flat.element_size(), read)
 
 
 def _gathered(tensor: Any) -> Any:
-    """Returns the whole of a DTensor. Gloo has no 8-bit floats and few integers: bits travel."""
+    """Returns the whole of a DTensor. Gloo has no 8-bit floats and few integers: bytes travel."""
     import torch
     from torch.distributed.tensor import DTensor
 
-    carriers = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
-    carrier = carriers.get(tensor.element_size())
-    if (
-        carrier is None
-        or tensor.is_complex()
-        or any(placement.is_partial() for placement in tensor.placements)
-    ):
+    if any(placement.is_partial() for placement in tensor.placements):
         return tensor.full_tensor()
-    bits = DTensor.from_local(
-        *(tensor.to_local().resolve_neg().view(carrier), tensor.device_mesh, tensor.placements),
+    local = tensor.to_local().resolve_conj().resolve_neg().unsqueeze(-1).view(torch.uint8)
+    whole = torch.empty((*tensor.shape, local.shape[-1]), device="meta")
+    raw = DTensor.from_local(
+        *(local, tensor.device_mesh, tensor.placements),
         run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
+        shape=whole.shape,
+        stride=whole.stride(),
     )
-    return bits.full_tensor().view(tensor.dtype)
+    return raw.full_tensor().view(tensor.dtype).squeeze(-1)
 
 
 def _tensors_in(state: object, path: str = "") -> Iterator[tuple[str, Any]]:
