@@ -77,6 +77,36 @@ class Chunks(Protocol):
         """
 
 
+@dataclass(slots=True)
+class DecodedChunks:
+    """Chunks without checksums, whose bytes a function makes, perhaps of the stored ones."""
+
+    offset: int
+    stored_bytes: int
+    """The stored bytes of each chunk, end to end from the offset on."""
+    nbytes: int
+    """The decoded bytes of all chunks."""
+    chunk_bytes: int
+    fill: Callable[[int, memoryview, memoryview], None]
+    """Fills memory with the decoded bytes from a place on, of the chunk with these stored bytes."""
+    compressed: bool = True
+
+    def __len__(self) -> int:
+        return -(-self.nbytes // self.chunk_bytes)
+
+    def __getitem__(self, index: int) -> Chunk:
+        offset, done = self.offset + index * self.stored_bytes, index * self.chunk_bytes
+        raw_bytes = min(self.chunk_bytes, self.nbytes - done)
+        return Chunk(offset, self.stored_bytes, raw_bytes, b"", compressed=True)
+
+    def wrong(self, first: int, stored: memoryview) -> None:
+        """Returns None: there is no checksum."""
+
+    def decode(self, index: int, stored: memoryview, width: int, target: memoryview) -> None:
+        """Fills `target` with the decoded bytes of a chunk. Raises as `fill` does."""
+        self.fill(index * self.chunk_bytes, stored, target)
+
+
 class Extent(NamedTuple):
     """A range of one file that decodes to an array of elements.
 

@@ -22,7 +22,6 @@ from math import prod
 
 from formats.catalog import (
     Catalog,
-    Chunk,
     Extent,
     FilePlan,
     FileRecord,
@@ -41,7 +40,7 @@ from formats.catalog import (
 )
 from formats.dtypes import DType
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
-from formats.limits import DIMENSIONS, ELEMENTS, Names, check
+from formats.limits import DIMENSIONS, ELEMENTS, Names
 from formats.pickles.tree import BARE_TENSOR
 from formats.pickles.values import NumpyArray, NumpyDType, code_of
 from formats.storage import Reader
@@ -158,7 +157,7 @@ def _member(archive: Archive, member: str, name: str) -> TensorRecord | OpaqueVa
     if isinstance(place, Compressed):
         head = place.beginning(_HEADER_BYTES + _FIRST_BYTES)
         array, start = _header(lambda at, nbytes: head[at : at + nbytes], place.raw_bytes, where)
-        extent = place.extent(InflatedChunk(place))
+        extent = place.extent()
     else:
         extent = place
         array, start = _header(
@@ -226,28 +225,3 @@ def _make_array(code: str | None, is_fortran: bool, sizes: list[str], where: str
         raise HostileError(f"{where}: an array of shape {shape} has absurdly many elements")
     dtype = "bfloat16" if code in ("<V2", "|V2") else code or "V"  # as ml_dtypes writes it
     return NumpyArray(shape, NumpyDType(dtype), is_fortran)
-
-
-class InflatedChunk:
-    """The one chunk of a compressed member, which is decoded as a whole."""
-
-    compressed = True
-
-    def __init__(self, place: Compressed) -> None:
-        check("chunk_bytes", place.raw_bytes, f"{place.file}: the compressed {place.name}")
-        self.chunk_bytes = place.raw_bytes
-        self._place = place
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> Chunk:
-        place = self._place
-        return Chunk(place.offset, place.stored_bytes, place.raw_bytes, b"", compressed=True)
-
-    def wrong(self, first: int, stored: memoryview) -> None:
-        """Returns None: the CRC-32 is one of the decoded bytes."""
-
-    def decode(self, index: int, stored: memoryview, width: int, target: memoryview) -> None:
-        """Decodes the member, and compares its CRC-32."""
-        target[:] = self._place.decode(stored)

@@ -28,7 +28,7 @@ from operator import add, lt, mod, mul
 from formats import ocdbt
 from formats.catalog import (
     Catalog,
-    Chunk,
+    DecodedChunks,
     Extent,
     FileRecord,
     OpaqueValue,
@@ -332,8 +332,21 @@ def _piece(
             "another copy"
         )
     hi = tuple(min(a + part, n) for a, part, n in zip(lo, chunk, array.shape, strict=True))
-    is_as_stored = not array.is_compressed and value.data is None
-    chunks = None if is_as_stored else ZstdChunk(file, value, nbytes, array.is_compressed)
+
+    def fill(at: int, stored: memoryview, target: memoryview) -> None:
+        """Fills `target` with the decoded chunk. Raises CorruptError for other bytes."""
+        from formats.native.codec import decompress  # numpy
+
+        raw = memoryview(value.data) if value.data is not None else stored
+        if array.is_compressed:
+            decompress(raw, 1, target, file)
+        else:
+            target[:] = raw
+
+    chunks = None
+    if array.is_compressed or value.data is not None:
+        stored_bytes = value.nbytes if value.data is None else _HEAD_BYTES
+        chunks = DecodedChunks(value.offset, stored_bytes, nbytes, nbytes, fill)
     extent = Extent(value.file, value.offset, nbytes, chunks)
     return StoredPiece(Piece(Box(lo, hi), 0, row_major(chunk)), extent)
 
@@ -349,35 +362,3 @@ def _shapes(where: str, *shapes: object) -> tuple[tuple[int, ...], tuple[int, ..
 
 _HEAD_BYTES = 12
 """The least bytes of a node of a database, of which a chunk in it reads no more."""
-
-
-class ZstdChunk:
-    """A chunk that is one frame of zstd, or lies in a node of a database; without a checksum."""
-
-    compressed = True
-
-    def __init__(self, name: str, value: Value, raw_bytes: int, is_frame: bool) -> None:
-        self.chunk_bytes = raw_bytes
-        self._name, self._value, self._is_frame = name, value, is_frame
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> Chunk:
-        value = self._value
-        stored = value.nbytes if value.data is None else _HEAD_BYTES
-        return Chunk(value.offset, stored, self.chunk_bytes, b"", True)
-
-    def wrong(self, first: int, stored: memoryview) -> int | None:
-        """Returns None: there is no checksum."""
-        return None
-
-    def decode(self, index: int, stored: memoryview, width: int, target: memoryview) -> None:
-        """Decodes the frame into `target`. Raises CorruptError for other bytes."""
-        from formats.native.codec import decompress  # numpy
-
-        frame = memoryview(self._value.data) if self._value.data is not None else stored
-        if self._is_frame:
-            decompress(frame, 1, target, self._name)
-        else:
-            target[:] = frame

@@ -25,7 +25,7 @@ from operator import attrgetter
 from struct import Struct
 from struct import error as StructError
 
-from formats.catalog import Chunks, Extent
+from formats.catalog import DecodedChunks, Extent
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 from formats.limits import check
 from formats.storage import Buffer, Reader, read_again
@@ -144,8 +144,16 @@ class Compressed:
     checksum: int
     reader: Reader
 
-    def extent(self, chunks: Chunks) -> Extent:
-        return Extent(self.file, self.offset, self.raw_bytes, chunks)
+    def extent(self) -> Extent:
+        """Returns the extent, of one chunk, that is decoded as a whole."""
+        check("chunk_bytes", self.raw_bytes, f"{self.file}: the compressed {self.name}")
+
+        def fill(at: int, stored: memoryview, target: memoryview) -> None:
+            target[:] = self.decode(stored)
+
+        size = self.raw_bytes
+        chunks = DecodedChunks(self.offset, self.stored_bytes, size, size, fill)
+        return Extent(self.file, self.offset, size, chunks)
 
     def beginning(self, nbytes: int) -> bytes:
         """Returns the first decoded bytes, at most so many."""

@@ -350,7 +350,8 @@ def convert(
             call.doing("writing")
         if not dry_run and resume:
             plans = target.plans(state, files, casts)
-            options = (target.format, changes, changes.parameters_of(source), src)
+            total = src if source.parts else None
+            options = (target.format, changes, changes.parameters_of(source), total)
             identity = identity_of(source.parts or [source], options, plans)
             target.write_missing(state, plans, identity)
         elif not dry_run:

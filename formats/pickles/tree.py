@@ -28,7 +28,7 @@ from reprlib import Repr
 from typing import Protocol
 
 from formats.catalog import (
-    Chunk,
+    DecodedChunks,
     Extent,
     Key,
     OpaqueValue,
@@ -374,31 +374,10 @@ def _is_key(key: object) -> bool:
 CHUNK_BYTES = 1 << 20
 
 
-class InlineChunks:
-    """Chunks whose decoded bytes are in memory."""
-
-    chunk_bytes = CHUNK_BYTES
-    compressed = True
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return -(-len(self._data) // CHUNK_BYTES)
-
-    def __getitem__(self, index: int) -> Chunk:
-        raw_bytes = min(CHUNK_BYTES, len(self._data) - index * CHUNK_BYTES)
-        return Chunk(index, 1, raw_bytes, b"", compressed=True)
-
-    def wrong(self, first: int, stored: memoryview) -> None:
-        """Returns None: a chunk has no checksum of its own."""
-
-    def decode(self, index: int, stored: memoryview, width: int, target: memoryview) -> None:
-        """Copies the bytes of a chunk into `target`."""
-        lo = index * CHUNK_BYTES
-        target[:] = self._data[lo : lo + len(target)]
-
-
 def inline(file: str, data: bytes) -> Extent:
     """Returns an extent of `file`, from which the bytes come, that decodes to these bytes."""
-    return Extent(file, 0, len(data), InlineChunks(data))
+
+    def fill(at: int, stored: memoryview, target: memoryview) -> None:
+        target[:] = data[at : at + len(target)]
+
+    return Extent(file, 0, len(data), DecodedChunks(0, 1, len(data), CHUNK_BYTES, fill))
