@@ -143,16 +143,12 @@ class LiveStore(ReadOnlyStore):
         """The version that the store reads."""
         return self._take_lease().version
 
-    def names(self) -> list[str]:
-        """Returns the files of the version, sorted."""
-        return sorted(self._take_lease().files)
-
     def entries(self, folder: str = "") -> list[str]:
         """Returns the files of the version; those of another version if `folder` is its number."""
         if folder:
             beside = self._other(f"{folder}/")
             return [] if beside is None else beside[0].entries(beside[1])
-        return self.names()
+        return super().entries()
 
     def sizes(self) -> dict[str, int]:
         """Returns the sizes of the files, by name."""
@@ -278,8 +274,6 @@ class LiveStore(ReadOnlyStore):
 
     def close(self) -> None:
         """Gives the lease back, and closes connections and descriptors."""
-        if self._share is not None and self._lease is not None:
-            self._share.leave(self._lease.version)
         with self._lock:
             lease, self._lease = self._lease, None
             beside, self._beside = self._beside, {}

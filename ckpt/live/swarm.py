@@ -29,7 +29,7 @@ from functools import reduce
 from operator import or_
 from random import random
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import xxhash
 
@@ -53,13 +53,11 @@ from formats.errors import FormatError
 from sharding.errors import CkptError
 
 if TYPE_CHECKING:
-    from ckpt.transfer.live_deltas import Area, Delta
+    from ckpt.live.store import LiveStore
 
 LEAST_PIECE, MOST_PIECE = 64 << 10, 4 << 20
 PIECES = 128
 """The pieces of a file whose size is between the two bounds then."""
-WORKERS = 4
-"""Threads of a reader that take pieces of one file."""
 FRESH = 2
 """The most pieces that a reader takes from the server at a time, where nobody else has any."""
 BATCH = 4
@@ -188,23 +186,6 @@ class Tracker:
         return self._digests[piece]
 
 
-class Lender(Protocol):
-    """The version of a live state that a load reads: a `ckpt.live.store.LiveStore`."""
-
-    url: str
-
-    @property
-    def version(self) -> int: ...
-
-    def size(self, name: str) -> int: ...
-
-    def ask_pieces(self, name: str, told: list[object]) -> list[list[Any]]: ...
-
-    def delta_of(self, name: str, areas: Sequence[Area]) -> Delta | None: ...
-
-    def fetch(self, name: str, offset: int, views: Sequence[memoryview]) -> None: ...
-
-
 @dataclass(slots=True, eq=False)
 class _Pieces:
     """A file in the memory of a source."""
@@ -224,17 +205,12 @@ class _Pieces:
     bad: list[Address] = field(default_factory=list)
     is_left: bool = False
     """Whether the swarm gives no more of it."""
-    workers: list[threading.Thread] = field(default_factory=list)
-    readers: int = 0
-    """Calls that are copying from the memory."""
+    users: int = 0
+    """Calls that are filling the memory, or copying from it."""
 
     @property
     def wants(self) -> int:
-        return 0 if self.is_left else self.needs & ~self.has & ~self.doing
-
-    @property
-    def is_used(self) -> bool:
-        return self.readers > 0 or any(thread.is_alive() for thread in self.workers)
+        return self.needs & ~self.has & ~self.doing
 
     def span(self, piece: int) -> tuple[int, int]:
         size = piece_bytes_of(len(self.view))
@@ -268,11 +244,8 @@ class Share:
         self._thread = threading.Thread(target=serve, args=(self._serve(),), daemon=True)
         self._thread.start()
 
-    def expect(self, store: Lender, file: str, ranges: Sequence[tuple[int, int, int]]) -> None:
-        """Begins to take the pieces of a file that a load reads: bytes `[lo, hi)` and the itemsize.
-
-        Returns at once.
-        """
+    def expect(self, store: LiveStore, file: str, ranges: Sequence[tuple[int, int, int]]) -> None:
+        """Notes the pieces of a file that a load will read: bytes `[lo, hi)` and the itemsize."""
         lo, hi = min(lo for lo, _, _ in ranges), max(hi for _, hi, _ in ranges)
         width = max(ranges, key=lambda one: one[1] - one[0])[2]
         with self._changed:
@@ -283,40 +256,39 @@ class Share:
             one.base &= one.pieces(lo, hi, is_whole=True)  # without header and chunk table
             for lo, hi, _ in ranges:
                 one.needs |= one.pieces(lo, hi)
-            one.workers = [thread for thread in one.workers if thread.is_alive()]
-            for _ in range(WORKERS - len(one.workers)):
-                one.workers.append(
-                    threading.Thread(target=self._work, args=(store, one), daemon=True)
-                )
-                one.workers[-1].start()
 
-    def read_into(self, store: Lender, file: str, offset: int, views: Sequence[memoryview]) -> bool:
-        """Fills the views, once the pieces are here; returns whether the swarm gives them."""
+    def read_into(
+        self, store: LiveStore, file: str, offset: int, views: Sequence[memoryview]
+    ) -> bool:
+        """Fills the views; returns whether the swarm gives their pieces.
+
+        Until these are here, takes whichever pieces of the file the load needs.
+        """
         with self._changed:
             one = self._files.get(_end_of(file))
             if one is None or (one.file, one.version) != (file, store.version):
                 return False
-            pieces = one.pieces(offset, offset + sum(map(len, views)))
+            pieces, is_given = one.pieces(offset, offset + sum(map(len, views))), False
+            if pieces & ~one.has & ~one.needs:
+                return False
+            one.users += 1
+        try:
             while pieces & ~one.has:
-                is_over = not any(thread.is_alive() for thread in one.workers)
-                if one.is_left or is_over or pieces & ~one.needs:
+                if one.is_left:
                     return False
-                self._changed.wait(TRACKER_SECONDS)  # a thread may end without a word
-            one.readers += 1
-        for view in views:
-            view[:] = one.view[offset : offset + len(view)]
-            offset += len(view)
-        with self._changed:
-            one.readers -= 1
-        return True
-
-    def leave(self, version: int) -> None:
-        """Ends the work for a load that has ended, perhaps by an error."""
-        for one in [one for one in self._files.values() if one.version == version]:
+                self._work(store, one)
+            for view in views:
+                view[:] = one.view[offset : offset + len(view)]
+                offset += len(view)
+            is_given = True
+        except (CkptError, OSError, MemoryError, ValueError):  # the usual read tells it
+            pass
+        finally:
             with self._changed:
-                one.needs = one.has
-            for thread in one.workers:
-                thread.join()
+                one.users -= 1
+                one.is_left |= not is_given
+                self._changed.notify_all()
+        return is_given
 
     def close(self) -> None:
         """Ends the server, and frees the memory."""
@@ -333,7 +305,7 @@ class Share:
         old, base = self._files.get(_end_of(file)), 0
         if old is not None and (old.file, old.version) == (file, version):
             return old
-        if old is not None and (old.version > version or old.is_used):
+        if old is not None and (old.version > version or old.users):
             return None
         if old is not None and len(old.view) == nbytes:
             memory, view, base = old.memory, old.view, old.has
@@ -346,26 +318,23 @@ class Share:
         found = self._files[_end_of(file)] = _Pieces(file, version, memory, view, base)
         return found
 
-    def _work(self, store: Lender, one: _Pieces) -> None:
-        """Takes pieces until none is wanted; one of the threads of a file."""
-        try:
-            while one.wants:
-                with self._changed:
-                    batch = some_of(one.base & one.wants, MOST_PIECE * BATCH // one.span(0)[1])
-                    one.doing |= set_of(batch)
-                    one.base &= ~set_of(batch)
-                if batch:
-                    self._done(one, batch, self._brought(store, one, batch))
-                else:
-                    self._take(store, one)
-            if not one.doing:
-                store.ask_pieces(one.file, self._message(one, 0))  # tells which it has
-        except (CkptError, OSError, MemoryError, ValueError):  # the usual read tells it
-            with self._changed:
-                one.is_left = True
-                self._changed.notify_all()
+    def _work(self, store: LiveStore, one: _Pieces) -> None:
+        """Takes some of the pieces that are wanted, or waits for those that others take."""
+        with self._changed:
+            batch = some_of(one.base & one.wants, MOST_PIECE * BATCH // one.span(0)[1])
+            one.doing |= set_of(batch)
+            one.base &= ~set_of(batch)
+            if not one.wants and not batch:
+                self._changed.wait(TRACKER_SECONDS)
+                return
+        if batch:
+            self._done(one, batch, self._brought(store, one, batch))
+        else:
+            self._take(store, one)
+        if not one.needs & ~one.has:
+            store.ask_pieces(one.file, self._message(one, 0))  # tells which it has
 
-    def _brought(self, store: Lender, one: _Pieces, batch: Sequence[int]) -> int:
+    def _brought(self, store: LiveStore, one: _Pieces, batch: Sequence[int]) -> int:
         """Returns the pieces that a delta has brought from the version before to this one."""
         from ckpt.transfer.live_deltas import Area  # numpy is for those who need it
 
@@ -382,7 +351,7 @@ class Share:
             one.base = 0
             return 0
 
-    def _take(self, store: Lender, one: _Pieces) -> None:
+    def _take(self, store: LiveStore, one: _Pieces) -> None:
         """Asks for pieces, and takes them from their source."""
         with self._changed:
             message = self._message(one, one.wants)
