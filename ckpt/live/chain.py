@@ -26,10 +26,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -66,10 +65,11 @@ FRAME = Struct("<IQ")
 FORMAT = "ckpt-live-version"
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaFile:
+class DeltaFile(NamedTuple):
     """The file with the delta of one shard file."""
 
+    rank: int
+    """That of the shard file."""
     name: str
     size: int
     width: int
@@ -78,8 +78,7 @@ class DeltaFile:
     """xxh3_128, in hex, of the index."""
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(NamedTuple):
     """One version of a chain, as its `live-version.json` has it."""
 
     number: int
@@ -88,20 +87,10 @@ class Link:
     before: int | None
     """The version since which the deltas are; None without deltas."""
     manifest: str
-    deltas: Mapping[int, DeltaFile]
-    """By the rank of the shard file."""
+    deltas: Sequence[DeltaFile]
 
     def dump(self) -> bytes:
-        rows = [[rank, d.name, d.size, d.width, d.digest] for rank, d in self.deltas.items()]
-        fields = {
-            "format": FORMAT,
-            "version": 1,
-            "number": self.number,
-            "whole": self.whole,
-            "before": self.before,
-            "deltas": rows,
-            "manifest": self.manifest,
-        }
+        fields = {"format": FORMAT, "version": 1, **self._asdict()}
         return json.dumps({"digest": _digest(fields), **fields}, separators=(",", ":")).encode()
 
     @classmethod
@@ -124,8 +113,9 @@ class Link:
                         f"{where}: it does not have the checksum it was written with: it was "
                         "changed since; load another version"
                     )
-                deltas = dict(_delta_file(row, where) for row in rows)
-                if len(deltas) == len(rows) and (before is not None or whole == number):
+                deltas = [_delta_file(row, where) for row in rows]
+                is_sound = len({delta.rank for delta in deltas}) == len(rows)
+                if is_sound and (before is not None or whole == number):
                     return cls(number, whole, before, manifest, deltas)
         raise FormatError(f"{where}: this is no version of a live state that this ckpt reads")
 
@@ -135,11 +125,11 @@ def _digest(fields: Mapping[str, object]) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def _delta_file(row: object, where: str) -> tuple[int, DeltaFile]:
+def _delta_file(row: object, where: str) -> DeltaFile:
     match row:
         case [int(rank), str(name), int(size), 1 | 2 | 4 | 8 as width, str(digest)] if size >= 0:
             if rank >= 0 and name.endswith(DELTA) and set("/\\\0").isdisjoint(name):
-                return rank, DeltaFile(name, size, width, digest)
+                return DeltaFile(rank, name, size, width, digest)
     raise FormatError(f"{where}: {row!r:.200} is no file with a delta")
 
 
@@ -169,16 +159,24 @@ def frame_area(nbytes: int, width: int) -> Area:
     return Area(0, width, (nbytes // width,), (width,), False)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A rank's shard file of a version in memory."""
+
+    live: str
+    """The URL of the version."""
+    shard: str
+    header_bytes: int
+    table_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Last:
-    """The version that a rank wrote last."""
+    """The version that was written last."""
 
     number: int
     whole: int
-    live: str
-    """Its URL in memory."""
-    shard: str
-    """The rank's file; empty without one."""
+    part: Part | None
     manifest: Manifest | None
     """On rank 0."""
 
@@ -213,43 +211,46 @@ class Chain:
         """
         (number, live, manifest), (last, self._last) = version, (self._last, None)
         found = load(manifest.encode(), live) if manifest else None
-        follows = last is not None and _is_alike(last.manifest, found)
-        is_whole = not follows or (last is not None and number - last.whole >= self._every)
-        decision = ranks.broadcast(json.dumps([follows, is_whole]).encode())
-        follows, is_whole = json.loads(decision)
+        before = last if _is_alike(last, found) else None
+        is_whole = before is None or number - before.whole >= self._every
+        decision = ranks.broadcast(json.dumps([is_whole, before is not None]).encode())
+        is_whole, follows = json.loads(decision)
         before = last if follows else None
-        written, error, shard = None, None, ""
+        mine = None
         if part is not None:
-            shard, facts = part
+            mine = Part(live, part[0], part[1].header_bytes, part[1].table_bytes)
+
+        def write() -> ShardSummary | None:
+            if mine is None:
+                return None
             elsewhere = place_elsewhere(self.url, self._options)
             url, options = elsewhere or (self.url, self._options)
-            job = PartJob(
-                url=url,
-                number=number,
-                live=live,
-                shard=shard,
-                header_bytes=facts.header_bytes,
-                table_bytes=facts.table_bytes,
-                is_whole=is_whole,
-                before="" if before is None else before.live,
-                shard_before="" if before is None else before.shard,
-                width=_width(plan),
-                options=options,
-            )
-            write = partial(_write, job, writer if elsewhere is not None else None)
-            written, error = result_or_error(write)
+            place = version_url(url, number)
+            job = {
+                "part": mine,
+                "before": None if before is None else before.part,
+                "whole": version_url(url, number, WHOLE) if is_whole else None,
+                "url": place,
+                "options": options,
+                "width": _width(plan),
+            }
+            if elsewhere is None:  # a store of this process
+                return write_part(job, memoryview(b""), -1, lambda done: None)
+            message = call_message(f"{__name__}:write_part", job)
+            return writer.writer().call(message, writer.arena, place)
+
+        written, error = result_or_error(write)
         records = ranks.gather("writing a version to a folder", pack_summary(written), error)
         whole = number if is_whole or before is None else before.whole
 
         def commit() -> None:
             if found is not None:  # on rank 0
-                link = Link(number, whole, None, manifest, {})
-                if before is not None:
-                    link = replace(link, before=before.number, deltas=_deltas(found, records))
-                self._commit(link)
+                deltas = [] if before is None else _deltas(found, records)
+                since = None if before is None else before.number
+                self._commit(Link(number, whole, since, manifest, deltas))
 
         ranks.run_on_all("committing a version in a folder", commit)
-        self._last = _Last(number, whole, live, shard, found)
+        self._last = _Last(number, whole, mine, found)
 
     def _commit(self, link: Link) -> None:
         """Makes a version visible, and removes versions that no reader needs (rule 4)."""
@@ -285,13 +286,14 @@ class Chain:
                             old.remove_if_empty()
 
 
-def _is_alike(last: Manifest | None, found: Manifest | None) -> bool:
+def _is_alike(last: _Last | None, found: Manifest | None) -> bool:
     """Whether two versions have the same tensors, in the same places of files (rule 3)."""
-    if last is None or found is None or last.tensors != found.tensors:
+    before = None if last is None else last.manifest
+    if before is None or found is None or before.tensors != found.tensors:
         return False
     mine, other = (
         [(file.rank, file.size, file.header_bytes, file.table_bytes) for file in manifest.files]
-        for manifest in (last, found)
+        for manifest in (before, found)
     )
     return mine == other
 
@@ -304,93 +306,68 @@ def _width(plan: SavePlan) -> int:
     return max(sizes, key=sizes.__getitem__, default=1)
 
 
-def _deltas(found: Manifest, records: Sequence[bytes]) -> dict[int, DeltaFile]:
+def _deltas(found: Manifest, records: Sequence[bytes]) -> list[DeltaFile]:
     """Returns the delta files of a version, by the answers of the ranks that wrote them."""
-    facts = {rank: unpack_summary(record) for rank, record in enumerate(records) if record}
-    return {
-        file.rank: DeltaFile(
-            f"{file.name}{DELTA}",
-            facts[file.rank].size,
-            facts[file.rank].header_bytes,
-            facts[file.rank].digest,
-        )
-        for file in found.files
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class PartJob:
-    """A rank's files of one version of a chain, for the writer process."""
-
-    url: str
-    """The folder of the chain."""
-    number: int
-    live: str
-    """The URL of the version in memory."""
-    shard: str
-    header_bytes: int
-    table_bytes: int
-    is_whole: bool
-    before: str
-    """The URL of the version before in memory; empty without a delta."""
-    shard_before: str
-    width: int
-    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-
-
-def _write(job: PartJob, writer: ArenaWriter | None) -> ShardSummary:
-    """Writes a rank's files by the writer process, or here for a store that it cannot reach."""
-    if writer is None:
-        return write_part(job, memoryview(b""), -1, lambda done: None)
-    message = call_message(f"{__name__}:write_part", job)
-    return writer.writer().call(message, writer.arena, version_url(job.url, job.number))
+    facts = [(file, unpack_summary(records[file.rank])) for file in found.files]
+    return [
+        DeltaFile(file.rank, file.name + DELTA, fact.size, fact.header_bytes, fact.digest)
+        for file, fact in facts
+    ]
 
 
 def write_part(
-    job: PartJob, data: memoryview, arena: int, advance: Callable[[int], None]
+    job: Mapping[str, Any], data: memoryview, arena: int, advance: Callable[[int], None]
 ) -> ShardSummary:
-    """Writes a rank's files of a version.
+    """Writes a rank's files of a version, in the writer process.
 
-    Returns the size of the delta file, 0 without one, the width of its elements in the place of the
-    header's bytes, and the digest of its index.
+    `job` has the `part`, that of the version `before` or None without a delta, the URLs of the
+    `whole` version, if it is one, and of the version, the `options` of their store, and the `width`
+    of most elements. Returns the size of the delta file, 0 without one, the width of its elements
+    in the place of the header's bytes, and the digest of its index.
     """
+    part: Part = job["part"]
     nbytes, digest = 0, "-"
-    with open_store(job.live) as live:
-        if job.is_whole:
-            size = live.size(job.shard)
-            place = version_url(job.url, job.number, WHOLE)
-            with open_store(place, job.options) as whole, whole.create(job.shard) as file:
+    with open_store(part.live) as live:
+        if job["whole"] is not None:
+            size = live.size(part.shard)
+            with (
+                open_store(job["whole"], job["options"]) as whole,
+                whole.create(part.shard) as file,
+            ):
                 for at in range(0, size, STEP_BYTES):
                     advance(at)
-                    with _lent(live, job.shard, at, min(STEP_BYTES, size - at)) as block:
+                    with _lent(live, part.shard, at, min(STEP_BYTES, size - at)) as block:
                         file.write([block])
-        if job.before:
-            place = version_url(job.url, job.number)
-            with open_store(job.before) as before, open_store(place, job.options) as folder:
-                nbytes, digest = _write_delta(job, live, before, folder, advance)
-    return ShardSummary(nbytes, job.width, 0, digest)
+        if job["before"] is not None:
+            with open_store(job["url"], job["options"]) as folder:
+                nbytes, digest = _write_delta(job, live, folder, advance)
+    return ShardSummary(nbytes, job["width"], 0, digest)
 
 
 def _write_delta(
-    job: PartJob, live: Store, before: Store, folder: Store, advance: Callable[[int], None]
+    job: Mapping[str, Any], live: Store, folder: Store, advance: Callable[[int], None]
 ) -> tuple[int, str]:
     """Writes the delta file of a shard file; returns its size, and the digest of its index."""
-    end = live.size(job.shard) - job.table_bytes
-    head = live.read(job.shard, 0, job.header_bytes)
-    if head != before.read(job.shard_before, 0, job.header_bytes):
-        raise StoreError(f"{live.url}/{job.shard}: the version before has other tensors in it")
-    table = live.read(job.shard, end, job.table_bytes)
+    part, old_part, width = job["part"], job["before"], job["width"]
+    end = live.size(part.shard) - part.table_bytes
+    head = live.read(part.shard, 0, part.header_bytes)
+    table = live.read(part.shard, end, part.table_bytes)
     entries: list[bytes] = []
     nbytes = len(head) + len(table)
-    with folder.create(f"{job.shard}{DELTA}") as file:
+    with (
+        open_store(old_part.live) as before,
+        folder.create(f"{part.shard}{DELTA}") as file,
+    ):
+        if head != before.read(old_part.shard, 0, part.header_bytes):
+            raise StoreError(f"{live.url}/{part.shard}: the version before has other tensors in it")
         file.write([memoryview(head), memoryview(table)])
-        for at in range(job.header_bytes, end, FRAME_BYTES):
+        for at in range(part.header_bytes, end, FRAME_BYTES):
             advance(at)
             count = min(FRAME_BYTES, end - at)
-            area = frame_area(count, job.width)
+            area = frame_area(count, width)
             with (
-                _lent(before, job.shard_before, at, count) as old,
-                _lent(live, job.shard, at, count) as new,
+                _lent(before, old_part.shard, at, count) as old,
+                _lent(live, part.shard, at, count) as new,
             ):
                 is_equal = old == new
                 frame = b"" if is_equal else make_delta([area], [area.of(old)], [area.of(new)])

@@ -12,9 +12,9 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -79,7 +79,8 @@ class _Opened:
         self.link = Link.load(store.read_whole(LIVE_VERSION, current().manifest_bytes), where)
         manifest = load(self.link.manifest.encode(), where)
         self.files: dict[int, ShardFile] = {file.rank: file for file in manifest.files}
-        if self.link.before is not None and self.files.keys() != self.link.deltas.keys():
+        self.deltas = {delta.rank: delta for delta in self.link.deltas}
+        if self.link.before is not None and self.files.keys() != self.deltas.keys():
             raise FormatError(f"{where}: its deltas are not those of its shard files")
         self._frames: dict[int, list[tuple[int, int]]] = {}
         self._part = lru_cache(2)(self._read_part)
@@ -89,11 +90,6 @@ class _Opened:
         """Returns the bytes of the data of a shard file."""
         file = self.files[rank]
         return file.size - file.header_bytes - file.table_bytes
-
-    def head_and_table(self, rank: int) -> bytes:
-        """Returns the bytes of a shard file in front of its data, and those behind."""
-        shard, name = self.files[rank], self.link.deltas[rank].name
-        return self.store.read(name, 0, shard.header_bytes + shard.table_bytes)
 
     def frames(self, rank: int, first: int, last: int) -> list[bytes]:
         """Returns frames `first` to `last`, in one read. Raises CorruptError for damage."""
@@ -111,31 +107,21 @@ class _Opened:
     def _bytes(self, rank: int, lo: int, hi: int) -> bytes:
         """Returns bytes of a delta file, by few requests to a store that takes time to answer."""
         if self.store.read_bytes <= LOCAL_READ_BYTES or hi - lo >= AHEAD_BYTES:
-            return self.store.read(self.link.deltas[rank].name, lo, hi - lo)
+            return self.store.read(self.deltas[rank].name, lo, hi - lo)
         first, last = lo // AHEAD_BYTES, -(-hi // AHEAD_BYTES)
         with self._lock:  # the threads of a load want neighbouring frames, in any order
             data = b"".join([self._part(rank, number) for number in range(first, last)])
         return data[lo - first * AHEAD_BYTES : hi - first * AHEAD_BYTES]
 
     def _read_part(self, rank: int, number: int) -> bytes:
-        delta, begin = self.link.deltas[rank], number * AHEAD_BYTES
+        delta, begin = self.deltas[rank], number * AHEAD_BYTES
         return self.store.read(delta.name, begin, min(AHEAD_BYTES, delta.size - begin))
-
-    def apply(self, rank: int, frame: bytes, memory: memoryview) -> None:
-        """Brings one frame in memory to this version. Raises CorruptError for damage."""
-        if frame:
-            delta = self.link.deltas[rank]
-            area = frame_area(len(memory), delta.width)
-            try:
-                Delta(frame, [area]).apply(area, area.of(memory))
-            except FormatError as error:
-                raise CorruptError(f"{self.store.url}/{delta.name}: {error}") from error
 
     def _index(self, rank: int) -> list[tuple[int, int]]:
         """Returns the first byte and the checksum of each frame, and the end of the last one."""
         found = self._frames.get(rank)
         if found is None:
-            delta, shard = self.link.deltas[rank], self.files[rank]
+            delta, shard = self.deltas[rank], self.files[rank]
             nbytes = FRAME.size * -(-self.data_bytes(rank) // FRAME_BYTES)
             end = delta.size - nbytes
             if end < 0:
@@ -152,7 +138,7 @@ class _Opened:
 
     def _damage_error(self, rank: int, lo: int, hi: int) -> CorruptError:
         return CorruptError(
-            f"{self.store.url}/{self.link.deltas[rank].name}: bytes {lo}:{hi} do not have the "
+            f"{self.store.url}/{self.deltas[rank].name}: bytes {lo}:{hi} do not have the "
             "checksum they were written with: they were changed since; load another version"
         )
 
@@ -169,21 +155,18 @@ class StoredVersion(ReadOnlyStore):
         self.url, self.options = store.url, store.options
         self._stack = ExitStack()
         self._newest = _Opened(store)
-        self._number, self._below = self._newest.link.number, self._newest.link.whole
-        self.version = self._number
-        self._opened = {self._number: self._newest}
+        link = self._newest.link
+        self.version, self._below = link.number, link.whole
+        self._opened = {self.version: self._newest}
         self._parent = split_url(store.url)[0]
-        self._whole: Store | None = None
         self._ranks = {file.name: rank for rank, file in self._newest.files.items()}
-        self._ends: dict[int, bytes] = {}
-        """Headers and chunk tables."""
         self._kept = _KEPT.get(absolute(self._parent).rstrip("/"))
         self.keeps = self._kept is not None
         """Whether a job follows the chain, so that checksums are kept."""
-        kept = None if self._kept is None else self._kept.before(self._number)
+        kept = None if self._kept is None else self._kept.before(self.version)
         self.is_next = kept is not None
         """Whether the job has loaded a version before."""
-        self._since = self._newest.link.before if kept is None else kept
+        self._since = link.before if kept is None else kept
         """The version that targets are taken to have."""
 
     @property
@@ -191,31 +174,15 @@ class StoredVersion(ReadOnlyStore):
         """The best size of a read: that of the store below."""
         return self._newest.store.read_bytes
 
-    def names(self) -> list[str]:
-        """Returns the files of the version, sorted."""
-        return sorted([MANIFEST, *self._ranks])
-
-    def entries(self, folder: str = "") -> list[str]:
-        """Returns the files of the version; there are no folders."""
-        return [] if folder else self.names()
-
-    def folders(self) -> list[str]:
-        """Returns no folders."""
-        return []
-
     def sizes(self) -> dict[str, int]:
-        return {name: self.size(name) for name in self.names()}
-
-    def exists(self, name: str) -> bool:
-        """Whether the version has this file."""
-        return name == MANIFEST or name in self._ranks
+        found = {name: self._newest.files[rank].size for name, rank in self._ranks.items()}
+        return {**found, MANIFEST: len(self._newest.link.manifest.encode())}
 
     def size(self, name: str) -> int:
-        if name == MANIFEST:
-            return len(self._newest.link.manifest.encode())
-        if name not in self._ranks:
+        found = self.sizes().get(name)
+        if found is None:
             raise FileNotFoundError(name)
-        return self._newest.files[self._ranks[name]].size
+        return found
 
     def modified(self, name: str) -> float:
         """Returns the time at which the version came."""
@@ -230,17 +197,18 @@ class StoredVersion(ReadOnlyStore):
 
     def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
         views = [target.cast("B") for target in targets if target.nbytes]
-        end = offset + sum(map(len, views))
-        if not self.exists(name):
+        end, size = offset + sum(map(len, views)), self.sizes().get(name)
+        if size is None:
             raise GoneError(f"{self.url}/{name}")
-        if end > self.size(name):
-            raise self.truncation_error(name, offset, end, self.size(name))
-        if name == MANIFEST:
-            _fill(views, memoryview(self._newest.link.manifest.encode())[offset:end])
-        elif self._below == self._number:
-            self._whole_store().read_into(name, offset, *views)
-        else:
-            _fill(views, self._bytes(self._ranks[name], offset, end))
+        if end > size:
+            raise self.truncation_error(name, offset, end, size)
+        if name != MANIFEST and self._below == self.version:
+            self._whole.read_into(name, offset, *views)
+            return
+        data = self._newest.link.manifest.encode()[offset:end] if name == MANIFEST else b""
+        found = memoryview(data or self._bytes(self._ranks[name], offset, end))
+        for view in views:
+            view[:], found = found[: len(view)], found[len(view) :]
 
     def delta(self, name: str, areas: Sequence[Area]) -> _StoredDelta | None:
         """Returns the delta of areas since the version that the target is taken to have.
@@ -252,7 +220,7 @@ class StoredVersion(ReadOnlyStore):
         if rank is None or self._since is None:
             return None
         try:
-            links = [*self._links(self._since, rank)][::-1]
+            links = self.links(self._since, rank)
         except (GoneError, FormatError):
             return None
         return _StoredDelta(self, rank, links, areas) if links else None
@@ -264,7 +232,7 @@ class StoredVersion(ReadOnlyStore):
     def keep(self, name: str, areas: Sequence[tuple[Area, Array]]) -> None:
         """Keeps the checksums of areas that have the bytes of this version now, for the next."""
         if self._kept is not None:
-            sums = self._kept.of(self._number)
+            sums = self._kept.of(self.version)
             sums.update(((self._ranks[name], area), sum_of(found)) for area, found in areas)
 
     def is_known(self, rank: int, area: Area, found: Array) -> bool:
@@ -279,79 +247,55 @@ class StoredVersion(ReadOnlyStore):
         self._stack.close()
 
     def _open(self, number: int) -> _Opened:
-        """Returns another version of the chain. Raises GoneError if it is not there any more."""
-        found = self._opened.get(number)
-        if found is None:
+        """Returns a version of the chain. Raises GoneError if it is not there any more."""
+        if number not in self._opened:
             place = version_url(self._parent, number)
             store = self._stack.enter_context(open_store(place, self.options))
             try:
-                found = _Opened(store)
+                self._opened.setdefault(number, _Opened(store))
             except FileNotFoundError as error:
                 raise GoneError(f"{place}/{LIVE_VERSION}") from error
-            found = self._opened.setdefault(number, found)
+        return self._opened[number]
+
+    @cached_property
+    def _whole(self) -> Store:
+        place = version_url(self._parent, self._below, WHOLE)
+        return self._stack.enter_context(open_store(place, self.options))
+
+    def links(self, since: int, rank: int) -> list[_Opened]:
+        """Returns the versions after `since`, newest last. Raises FormatError without deltas."""
+        found, at = list[_Opened](), self.version
+        while at > since:
+            link = self._open(at)
+            if link.data_bytes(rank) != self._newest.data_bytes(rank):
+                raise FormatError(f"{link.store.url}: its files have other sizes")
+            found.insert(0, link)
+            at = -1 if link.link.before is None else link.link.before
+        if at < since:
+            raise FormatError(f"{self.url}: it has no deltas since version {since}")
         return found
 
-    def _whole_store(self) -> Store:
-        if self._whole is None:
-            place = version_url(self._parent, self._below, WHOLE)
-            self._whole = self._stack.enter_context(open_store(place, self.options))
-        return self._whole
-
-    def _links(self, since: int, rank: int) -> Iterator[_Opened]:
-        """Yields the versions after `since`, newest first. Raises FormatError without deltas."""
-        found = self._newest
-        while found.link.number > since:
-            before = found.link.before
-            if before is None or before < since:
-                raise FormatError(f"{found.store.url}: it has no delta since version {since}")
-            yield found
-            found = self._newest if before == since else self._open(before)
-            if before == since:
-                return
-            if found.data_bytes(rank) != self._newest.data_bytes(rank):
-                raise FormatError(f"{found.store.url}: its files have other sizes")
-
-    def _bytes(self, rank: int, lo: int, hi: int) -> memoryview:
+    def _bytes(self, rank: int, lo: int, hi: int) -> bytes | bytearray:
         """Returns bytes of a shard file (rule 1)."""
-        shard = self._newest.files[rank]
-        head, data_end = shard.header_bytes, shard.size - shard.table_bytes
-        if lo >= head and hi <= data_end:
-            return self._data(rank, lo - head, hi - head)
-        ends = self._ends.get(rank)
-        if ends is None:
-            ends = self._ends[rank] = self._newest.head_and_table(rank)
-        begin, end = max(lo, head), min(hi, data_end)
-        data = self._data(rank, begin - head, end - head) if begin < end else b""
-        behind = head - data_end
-        front = ends[min(lo, head) : min(hi, head)]
-        return memoryview(
-            b"".join((front, data, ends[max(lo, data_end) + behind : max(hi, data_end) + behind]))
-        )
-
-    def _data(self, rank: int, lo: int, hi: int) -> memoryview:
-        below = self._open(self._below).files[rank]
-        first, last = lo // FRAME_BYTES, -(-hi // FRAME_BYTES)
-        begin = first * FRAME_BYTES
-        nbytes = min(last * FRAME_BYTES, self._newest.data_bytes(rank)) - begin
-        found = memoryview(bytearray(nbytes))
-        inside = slice(lo - begin, hi - begin)
-        self._whole_store().read_into(below.name, below.header_bytes + lo, found[inside])
-        for link in [*self._links(self._below, rank)][::-1]:
-            for at, frame in enumerate(link.frames(rank, first, last)):
-                link.apply(rank, frame, found[at * FRAME_BYTES : (at + 1) * FRAME_BYTES])
-        return found[inside]
+        shard, store = self._newest.files[rank], self._newest.store
+        begin, end = shard.header_bytes, shard.size - shard.table_bytes
+        for border in (begin, end):
+            if lo < border < hi:
+                return self._bytes(rank, lo, border) + self._bytes(rank, border, hi)
+        if not begin <= lo < end:  # header and chunk table are in front of the frames
+            at = lo if lo < begin else lo - end + begin
+            return store.read(self._newest.deltas[rank].name, at, hi - lo)
+        found, below = bytearray(hi - lo), self._open(self._below).files[rank]
+        self._whole.read_into(below.name, below.header_bytes + lo - begin, memoryview(found))
+        area = Area(lo, 1, (hi - lo,), (1,), False)
+        delta = _StoredDelta(self, rank, self.links(self._below, rank), [area])
+        delta.apply(area, area.of(memoryview(found)))
+        return found
 
 
 def sum_of(array: Array) -> bytes:
     """Returns the checksum of elements, in their order."""
     return xxhash.xxh3_128_digest(array.tobytes())
-
-
-def _fill(views: Sequence[memoryview], data: memoryview) -> None:
-    at = 0
-    for view in views:
-        view[:] = data[at : at + len(view)]
-        at += len(view)
 
 
 class _StoredDelta:
@@ -395,7 +339,13 @@ class _StoredDelta:
         inside = area.of(found[lo - begin :])
         inside[...] = target
         for link, frames in zip(self._links, self._frames, strict=True):
+            delta = link.deltas[self._rank]
             for at in range(first, last):
-                memory = found[at * FRAME_BYTES - begin : (at + 1) * FRAME_BYTES - begin]
-                link.apply(self._rank, frames[at - self._first], memory)
+                memory, frame = found[at * FRAME_BYTES - begin :], frames[at - self._first]
+                if frame:
+                    whole = frame_area(min(FRAME_BYTES, len(memory)), delta.width)
+                    try:
+                        Delta(frame, [whole]).apply(whole, whole.of(memory))
+                    except FormatError as error:
+                        raise CorruptError(f"{link.store.url}/{delta.name}: {error}") from error
         target[...] = inside

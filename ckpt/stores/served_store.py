@@ -49,9 +49,22 @@ class ReadOnlyStore(OverNetwork):
     options: Mapping[str, Any]
     refusal: str
     size: Callable[[str], int]
+    sizes: Callable[[], dict[str, int]]
     capabilities = StoreCapabilities(
         put_if_absent=False, atomic_replace=True, hides_unfinished=True, durable=False
     )
+
+    def names(self) -> list[str]:
+        """Returns the files directly in the folder, sorted; none if the folder does not exist."""
+        return sorted(self.sizes())
+
+    def entries(self, folder: str = "") -> list[str]:
+        """Returns the files; there are no folders."""
+        return [] if folder else self.names()
+
+    def folders(self) -> list[str]:
+        """Returns no folders."""
+        return []
 
     def arrivals(self) -> dict[str, float]:
         """Returns nothing: the server tells no times of its files."""
@@ -145,10 +158,6 @@ class ServedStore(ReadOnlyStore):
         self.url = self.url.rstrip("/")
         self.options: Mapping[str, Any] = http.as_storage_options()
         self._client = HttpClient(place, http)
-
-    def names(self) -> list[str]:
-        """Returns the files directly in the folder, sorted; none if the folder does not exist."""
-        return sorted(self.sizes())
 
     def entries(self, folder: str = "") -> list[str]:
         files, folders = self._listing(folder)
