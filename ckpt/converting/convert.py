@@ -48,7 +48,6 @@ from ckpt.converting.targets import (
     file_writer,
     folder_writer,
     identity_of,
-    partial_folder,
 )
 from ckpt.mapping.apply import Mapped
 from ckpt.mapping.changes import Changes, MappingName, Part
@@ -569,11 +568,8 @@ class Target:
 
     def write_missing(self, state: StoredState, plans: Sequence[FilePlan], identity: str) -> None:
         """Writes the files of a folder that an interrupted conversion has left out."""
-        with (
-            Journal.open(partial_folder(local_path(self.url) or ""), identity) as journal,
-            folder_writer(self.url, self.options, self.overwrite, kept=True) as writer,
-        ):
-            state.copier.write(journal.writer(writer), journal.incomplete(plans))
+        with Journal.open(self.url, self.options, self.overwrite, identity) as journal:
+            state.copier.write(journal, journal.incomplete(plans))
 
     @contextmanager
     def open_writer(self) -> Iterator[Writer]:

@@ -501,24 +501,26 @@ def identity_of(sources: Sequence[Source], options: object, plans: Sequence[File
 
 
 class Journal:
-    """The complete files of a folder. See [Note: journal]."""
+    """The writer of a folder that notes its complete files. See [Note: journal]."""
 
-    def __init__(self, folder: Path, file: IO[str], done: Mapping[str, _Content]) -> None:
-        self._folder = folder
-        self._file = file
+    def __init__(self, writer: Writer, file: IO[str], done: Mapping[str, _Content]) -> None:
+        self.url, self._writer, self._file = writer.url, writer, file
         self.done = done
         """The complete files of an earlier attempt."""
 
     @classmethod
     @contextmanager
-    def open(cls, folder: Path, identity: str) -> Iterator[Journal]:
+    def open(
+        cls, target: str, options: Options, overwrite: bool, identity: str
+    ) -> Iterator[Journal]:
         """Opens or begins the journal of a folder, and removes files that are not complete.
 
-        The folder takes its place within the block. The journal is gone if the block succeeds.
+        The folder takes its place, and the journal is gone, if the block succeeds.
 
         Raises:
-            ExistsError: another process converts into the folder.
+            ExistsError: another process converts into the folder, or as `folder_writer`.
         """
+        folder = partial_folder(local_path(target) or "")
         path = folder.with_suffix(".journal")
         with ExitStack() as stack:
             with explained_on_disk("opening the journal of this conversion,", str(path)):
@@ -536,25 +538,26 @@ class Journal:
                         remove(other)
                 file.seek(0)
                 file.truncate()
-            journal = cls(folder, file, done)
-            journal._append([identity])
-            for name, content in done.items():
-                journal._append([name, *content])
-            yield journal
+            with folder_writer(target, options, overwrite, kept=True) as writer:
+                journal = cls(writer, file, done)
+                journal._append([identity])
+                for name, content in done.items():
+                    journal._append([name, *content])
+                yield journal
             with suppress(OSError):  # the result is at its place
                 path.unlink()
-
-    def writer(self, writer: Writer) -> Writer:
-        """Returns a writer whose complete files get a line in the journal."""
-        return _JournalWriter(self, writer)
 
     def incomplete(self, plans: Sequence[FilePlan]) -> list[FilePlan]:
         return [plan for plan in plans if plan.name not in self.done]
 
-    def add(self, name: str) -> None:
-        """Notes a file that is complete and on the disk."""
-        with explained_on_disk("reading", str(self._folder / name)):
-            content = _size_and_digest(self._folder / name)
+    @contextmanager
+    def create(self, name: str) -> Iterator[FileWriter]:
+        """Creates a file by the writer; the journal names it once it is complete."""
+        with self._writer.create(name) as file:
+            yield file
+        path = Path(self.url, name)
+        with explained_on_disk("reading", str(path)):
+            content = _size_and_digest(path)
         self._append([name, *content])
 
     def _append(self, line: list[object]) -> None:
@@ -562,22 +565,6 @@ class Journal:
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
             os.fsync(self._file.fileno())
-
-
-class _JournalWriter:
-    """A folder's writer that tells the journal of complete files."""
-
-    def __init__(self, journal: Journal, writer: Writer) -> None:
-        self.url = writer.url
-        self._journal = journal
-        self._writer = writer
-
-    @contextmanager
-    def create(self, name: str) -> Iterator[FileWriter]:
-        """Creates a file; the journal names it once it is complete."""
-        with self._writer.create(name) as file:
-            yield file
-        self._journal.add(name)
 
 
 def _is_locked(file: IO[str]) -> bool:

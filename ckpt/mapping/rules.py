@@ -41,6 +41,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
+from typing import TypeVar
 
 from ckpt.state.patterns import check_rename, is_expression
 from formats.catalog import join
@@ -492,16 +493,18 @@ def parse_mapping(text: str, name: str, is_json: bool = False) -> TensorMapping:
     except (FormatError, tomllib.TOMLDecodeError) as error:
         raise ArgumentError(f"{name}: {error}") from error
     top = _Table(found, name, _KEYS)
-    rules = top.tables("rule")
+    rules = top.get("rule", list)
     if not rules:
         raise ArgumentError(f"{name}: a mapping needs at least one [[rule]]")
-    parameters, tied = top.table("parameters"), top.table("tied")
+    if not all(isinstance(rule, dict) for rule in rules):
+        raise top._wrong("rule", "a list of tables: [[rule]]")
+    parameters, tied = top.get("parameters", dict), top.get("tied", dict)
     return TensorMapping(
         name,
         tuple(_rule(rule, f"{name}: rule {number}") for number, rule in enumerate(rules, 1)),
         top.texts("exclude"),
-        top.flag("strict"),
-        {key: _Table(tied, f"{name}: tied", ()).text(key) for key in tied},
+        top.get("strict", bool),
+        {key: _Table(tied, f"{name}: tied", ()).get(key, str) for key in tied},
         {key: _Table(parameters, f"{name}: parameters", ()).texts(key) for key in parameters},
         top.texts("model_types"),
     )
@@ -512,17 +515,21 @@ def _rule(found: Mapping[str, object], where: str) -> Rule:
     for key in ("from", "to"):
         if key not in found:
             raise ArgumentError(f"{where}: `{key}` is missing")
-    pattern = table.text("rearrange") if "rearrange" in found else ""
+    pattern = table.get("rearrange", str)
     return Rule(
         table.texts("from"),
         table.texts("to"),
         Rearrange.parse(pattern, where) if pattern else None,
-        {key: _size(size, f"{where}: sizes") for key, size in table.table("sizes").items()},
-        tuple(_size(size, f"{where}: parts") for size in table.items("parts")),
-        table.flag("optional"),
+        {key: _size(size, f"{where}: sizes") for key, size in table.get("sizes", dict).items()},
+        tuple(_size(size, f"{where}: parts") for size in table.get("parts", list)),
+        table.get("optional", bool),
         table.texts("requires"),
         where,
     )
+
+
+T = TypeVar("T")
+_WORDS = {str: "a text", bool: "true or false", list: "a list", dict: "a table"}
 
 
 class _Table:
@@ -547,38 +554,12 @@ class _Table:
             raise self._wrong(key, "at least one text")
         return tuple(items)
 
-    def text(self, key: str) -> str:
-        value = self._found.get(key)
-        if not isinstance(value, str):
-            raise self._wrong(key, "a text")
+    def get(self, key: str, kind: type[T]) -> T:
+        """Returns a value of this kind; an empty one, or False, if the key is missing."""
+        value = self._found.get(key, kind())
+        if not isinstance(value, kind):
+            raise self._wrong(key, _WORDS[kind])
         return value
-
-    def flag(self, key: str) -> bool:
-        """Returns a truth value; False if the key is missing."""
-        value = self._found.get(key, False)
-        if not isinstance(value, bool):
-            raise self._wrong(key, "true or false")
-        return value
-
-    def items(self, key: str) -> list[object]:
-        value = self._found.get(key, [])
-        if not isinstance(value, list):
-            raise self._wrong(key, "a list")
-        return value
-
-    def table(self, key: str) -> Mapping[str, object]:
-        value = self._found.get(key, {})
-        if not isinstance(value, dict):
-            raise self._wrong(key, "a table")
-        return value
-
-    def tables(self, key: str) -> list[Mapping[str, object]]:
-        tables: list[Mapping[str, object]] = []
-        for item in self.items(key):
-            if not isinstance(item, dict):
-                raise self._wrong(key, "a list of tables: [[rule]]")
-            tables.append(item)
-        return tables
 
     def _wrong(self, key: str, wanted: str) -> ArgumentError:
         value = self._found.get(key)

@@ -224,12 +224,12 @@ def test_a_folder_among_the_kept_files_is_removed(saved: Path, tmp_path: Path) -
 
 def test_a_journal_is_opened_once_at_a_time(tmp_path: Path) -> None:
     with (
-        Journal.open(tmp_path / "work", "conversion"),
+        Journal.open(str(tmp_path / "work"), None, False, "conversion"),
         pytest.raises(ExistsError, match="another process resumes this conversion"),
-        Journal.open(tmp_path / "work", "conversion"),
+        Journal.open(str(tmp_path / "work"), None, False, "conversion"),
     ):
         pass
-    with Journal.open(tmp_path / "work", "conversion") as journal:
+    with Journal.open(str(tmp_path / "work"), None, False, "conversion") as journal:
         assert journal.done == {}
 
 
