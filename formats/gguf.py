@@ -121,11 +121,6 @@ BLOCK_TYPES = {
 """The quantised types by number, as in ggml.h."""
 
 STRING, ARRAY = 8, 9
-VALUE_TYPES = (
-    *("UINT8", "INT8", "UINT16", "INT16", "UINT32", "INT32", "FLOAT32", "BOOL"),
-    *("STRING", "ARRAY", "UINT64", "INT64", "FLOAT64"),
-)
-"""The types of values, by number."""
 CODES = {
     "UINT8": "B",
     "INT8": "b",
@@ -135,11 +130,15 @@ CODES = {
     "INT32": "i",
     "FLOAT32": "f",
     "BOOL": "?",
+    "STRING": "",
+    "ARRAY": "",
     "UINT64": "Q",
     "INT64": "q",
     "FLOAT64": "d",
 }
-"""The letters of `struct` for the types of numbers."""
+"""The types of values in the order of their numbers; those of numbers with the letter of `struct`.
+"""
+VALUE_TYPES = tuple(CODES)
 _U32, _U64 = Struct("<I"), Struct("<Q")
 
 

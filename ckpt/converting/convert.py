@@ -25,7 +25,13 @@ from typing import TYPE_CHECKING
 
 from ckpt.arguments import DtypeName, FormatName, KindName
 from ckpt.converting.layouts import by_size, check_kind, of_kind
-from ckpt.converting.native_target import StoredState, check_written, outgoing, write_native
+from ckpt.converting.native_target import (
+    StoredState,
+    check_located,
+    check_written,
+    outgoing,
+    write_native,
+)
 from ckpt.converting.target_formats import (
     Format,
     became_text,
@@ -343,6 +349,7 @@ def convert(
         counted = _count_bytes(progress, call)
         described = target.describe(source, changes, files, casts, allow_loss, counted)
         mapped, state = described.found, described.state
+        check_located(state)
         source.check(mapped.catalog)
         untied = target.unties(files)
         if not dry_run:
@@ -425,9 +432,9 @@ class Target:
     options: Options = field(repr=False)
     overwrite: bool
     max_shard_bytes: int | None
-    compress: bool
-    kind: Kind | None
-    world_size: int | None
+    compress: bool = False
+    kind: Kind | None = None
+    world_size: int | None = None
 
     @property
     def shard_bytes(self) -> int:
@@ -488,11 +495,10 @@ class Target:
         casts: Casts,
         allow_loss: bool | None,
         progress: Progress | None = None,
-        is_located: bool = False,
     ) -> Described:
         """Returns the tensors to write. Raises as `convert` if they cannot be written.
 
-        `is_located` is as for `outgoing`. Without an `allow_loss` the losses are known.
+        Without an `allow_loss` the losses are known.
         """
         changed = changes.apply(source)
         tree, opaque = without_opaque(changed.catalog.tree)
@@ -503,8 +509,8 @@ class Target:
                 "its state_dict()"
             )
         mapped = replace(changed, catalog=replace(changed.catalog, tree=tree))
-        where, untied = (source.url, source.store), self.unties(files)
-        state = outgoing(*where, mapped.catalog, casts, progress, untied, is_located)
+        untied = self.unties(files)
+        state = outgoing(source.url, source.store, mapped.catalog, casts, progress, untied)
         if allow_loss is None:
             return Described(mapped, opaque, state)
         check_values(self.format, state)

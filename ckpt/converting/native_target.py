@@ -42,7 +42,6 @@ from formats.catalog import (
     FilePlan,
     Outgoing,
     OutgoingTensor,
-    TensorRecord,
     TensorRef,
     Tree,
 )
@@ -185,18 +184,11 @@ def outgoing(
     casts: Casts = NO_CASTS,
     progress: Callable[[int], None] | None = None,
     untied: bool = False,
-    is_located: bool = False,
 ) -> StoredState:
     """Returns the tensors of a catalog to write, under the names in its tree.
 
-    With `untied`, each tied name is a tensor of its own. `is_located` says that all elements are
-    known to be stored.
-
-    Raises:
-        ArgumentError: a pattern of `casts` matches no name, or tied names get two dtypes.
-        CorruptError, FormatError: a needed file is missing, has another length, or contradicts the
-            description of the checkpoint.
-        HoleError: elements of a tensor are not stored.
+    With `untied`, each tied name is a tensor of its own. Raises ArgumentError if a pattern of
+    `casts` matches no name, or tied names get two dtypes.
     """
     casts.check_all_match(names_of(catalog.tree), without_secrets(url))
     tensors: dict[str, OutgoingTensor] = {}
@@ -216,8 +208,6 @@ def outgoing(
                 _check_alike(path, casts.written_dtype(path, record), first, sources[first].dtype)
             aliases[path] = first
             return TensorRef(first)
-        if not is_located:
-            check_located(record)
         if record.strides is not None and record.strides != row_major(record.shape):
             strides[path] = record.strides
         source = sources[path] = CopySource(record, casts.written_dtype(path, record))
@@ -258,14 +248,20 @@ def _blocks(
         yield from alone.blocks()
 
 
-def check_located(record: TensorRecord) -> None:
-    """Raises as `outgoing` does unless all elements are stored. Reads no data (rule 1)."""
-    numel = sum(stored.piece.box.numel for stored in record.pieces)
-    if numel != prod(record.shape):
-        raise HoleError(
-            f"{record.name}: only {numel} of its {prod(record.shape)} elements are in the "
-            "checkpoint: the part of a rank is missing; copy the files of all ranks"
-        )
+def check_located(state: StoredState) -> None:
+    """Raises HoleError unless all elements of a state are stored. Reads no data (rule 1).
+
+    Raises CorruptError or FormatError if a needed file is missing, has another length, or
+    contradicts the description of the checkpoint.
+    """
+    for name in state.tensors:
+        record = state.copier.source_of(name).record
+        numel = sum(stored.piece.box.numel for stored in record.pieces)
+        if numel != prod(record.shape):
+            raise HoleError(
+                f"{record.name}: only {numel} of its {prod(record.shape)} elements are in the "
+                "checkpoint: the part of a rank is missing; copy the files of all ranks"
+            )
 
 
 def check_written(wanted: StoredState, found: StoredState, url: str, target_format: str) -> None:

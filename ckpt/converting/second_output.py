@@ -31,9 +31,8 @@ from ckpt.converting.convert import Described, Target, dtypes_of
 from ckpt.converting.target_formats import Format, format_of, of_weights
 from ckpt.converting.targets import NewFiles
 from ckpt.errors import StoreError
-from ckpt.mapping.changes import Changes, MappingName, Part, named_mapping
+from ckpt.mapping.changes import Changes, MappingName, Part
 from ckpt.mapping.model_files import ModelFiles, plans_of, read_configs, read_model_files
-from ckpt.mapping.rules import TensorMapping
 from ckpt.opening.sources import Source, open_source
 from ckpt.plan.save_plan import SavePlan
 from ckpt.state.patterns import Casts
@@ -67,11 +66,6 @@ MEMORY = "/memory"
 STEP = "{step}"
 """The part of a place that becomes the number of the step."""
 
-_CHANGES = (
-    *("select", "part", "include", "exclude", "mapping"),
-    *("rename", "prefix", "parameters", "config"),
-)
-"""The arguments that `Changes` has too."""
 Fill = Callable[[int, memoryview], None]
 """Fills memory with this rank's bytes from a place on."""
 
@@ -114,10 +108,8 @@ class SecondOutput:
     storage_options: Options = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        mapping = self.mapping
-        named = [mapping] if isinstance(mapping, str | os.PathLike | TensorMapping) else mapping
         # Another process makes the plan too, in a folder that may be another one by then.
-        object.__setattr__(self, "mapping", tuple(map(named_mapping, named)))
+        object.__setattr__(self, "mapping", self._changes().mapping)
         object.__setattr__(self, "place", absolute(self.place))
         if self.config is not None:
             object.__setattr__(self, "config", absolute(self.config))
@@ -267,7 +259,7 @@ class SecondOutput:
     ) -> Described:
         target, casts = self._target(), Casts.of(self.dtype)
         changes, _ = of_weights(self._changes(), source, target.format)
-        return target.describe(source, changes, configs, casts, allow_loss, progress, True)
+        return target.describe(source, changes, configs, casts, allow_loss, progress)
 
     def _target(self) -> Target:
         place = os.fspath(self.place)
@@ -277,17 +269,15 @@ class SecondOutput:
             options=self.storage_options,
             overwrite=self.overwrite,
             max_shard_bytes=self.max_shard_bytes,
-            compress=False,
-            kind=None,
-            world_size=None,
         )
 
     def _changes(self) -> Changes:
-        return Changes(**{name: getattr(self, name) for name in _CHANGES})
+        names = {each.name for each in fields(Changes)} & {each.name for each in fields(self)}
+        return Changes(**{name: getattr(self, name) for name in names})
 
     def _configs(self) -> ModelFiles | None:
         """Returns the configuration of the model, without its other files; None but for hf."""
-        if format_of(os.fspath(self.place), self.to) is not Format.HUGGINGFACE:
+        if self._target().format is not Format.HUGGINGFACE:
             return None
         return ModelFiles() if self.config is None else read_configs(self.config)
 
