@@ -90,6 +90,9 @@ def _as_rank(
     import torch
     import torch.distributed as dist
     import torch.distributed.fsdp  # before there is a group: docs/sharding.md, How a process ends
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from sharding.torch_versions import release_with_groups
 
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -102,7 +105,10 @@ def _as_rank(
     try:
         return function(*arguments)
     finally:
+        for mesh in [one for one in gc.get_objects() if type(one) is DeviceMesh]:
+            release_with_groups(mesh)  # those of torch's own contestants too
         dist.destroy_process_group()
+        gc.collect()  # modules of torch's FSDP2 keep the group, and are in cycles
 
 
 def interleaved(contestants: Mapping[str, Contestant], rounds: int) -> Samples:

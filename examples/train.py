@@ -17,6 +17,7 @@ rate and the data are functions of the step.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -117,6 +118,7 @@ def joined(runtime: str) -> Iterator[Ranks]:
         yield Ranks(dist.get_rank(), dist.get_world_size())
     finally:
         dist.destroy_process_group()
+        gc.collect()  # a model of torch's FSDP2 keeps the group: docs/sharding.md, How a process ends
 
 
 def build(runtime: str, seed: int) -> nn.Module:

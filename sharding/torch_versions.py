@@ -27,7 +27,7 @@ own modules, which most programs import at their top, before a group exists.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary, finalize, ref
 
 import torch
@@ -114,8 +114,8 @@ def release_with_groups(mesh: DeviceMesh) -> None:
     root: DeviceMesh | None = getattr(mesh, "_root_mesh", None)
     for each in (mesh,) if root is None else (mesh, root):
         for group in tuple((getattr(each, "_pg_registry", None) or {}).values()):
-            store = cast("Store | None", distributed_c10d._get_process_group_store(group))
-            if store is not None:  # None for MPI
+            store = distributed_c10d._world.pg_map.get(group, (None, None))[1]
+            if store is not None:  # None for MPI, and for a group that has been destroyed
                 _let_go_after(store, group.group_name, each)
 
 

@@ -48,6 +48,7 @@ import torch.distributed as dist
 
 from sharding.errors import ArgumentError, LocalShapeError, PartialError, UnknownPlacementError
 from sharding.layout import FlatShard, Layout, Mesh, Placement, Replicate, Shard, StridedShard
+from sharding.torch_versions import release_with_groups
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -304,13 +305,14 @@ def _sort_mesh(device_mesh: DeviceMesh, placements: Sequence[Placement]) -> Mesh
 
 
 def mesh_of(device_mesh: DeviceMesh, cut: Sequence[int] = ()) -> Mesh:
-    """Returns the ranks of a DeviceMesh, converted once.
+    """Returns the ranks of a DeviceMesh, converted once. The mesh drops groups that are destroyed.
 
     Along the axes in `cut`, which cut a tensor one after the other, a coordinate is a place in the
     axis' process group. Raises UnknownPlacementError if the groups contradict each other.
     """
     known = _meshes.get(device_mesh)
     if known is None:
+        release_with_groups(device_mesh)
         ranks = device_mesh.mesh
         names = device_mesh.mesh_dim_names or tuple(f"dim_{axis}" for axis in range(ranks.ndim))
         own = Mesh.of_ranks(names, tuple(ranks.shape), ranks.flatten().tolist())
