@@ -78,8 +78,7 @@ def map_catalog(before: Mapped, mapping: TensorMapping, parameters: Mapping[str,
     }
     claims = _Claims.of(mapping, kept)
     claims.check_all_rules_match(mapping, list(saved))
-    changed = _Changed.of(catalog, kept, claims, parameters)
-    outputs = {name: changed.outputs(name, leaf) for name, leaf in kept.items()}
+    outputs = _outputs(catalog, kept, claims, parameters)
     for name, first in tied.items():
         if name in outputs and first in outputs:
             outputs[first] |= outputs.pop(name)
@@ -200,67 +199,59 @@ def _check_none_left(mapping: TensorMapping, names: Sequence[str]) -> None:
 _Named = list[tuple[str, Member]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Changed:
-    """The new leaves of a catalog, made group by group."""
+def _outputs(
+    catalog: Catalog, kept: Mapping[str, Tree], claims: _Claims, parameters: Mapping[str, int]
+) -> dict[str, dict[str, _Made]]:
+    """Returns the new leaves that stand in the place of each leaf.
 
-    catalog: Catalog
-    leaves: Mapping[str, Tree]
-    claims: _Claims
-    parameters: Mapping[str, int]
-    groups: Mapping[tuple[int, Texts], _Named]
-    """The members of each rule with the same texts."""
-
-    @classmethod
-    def of(
-        cls,
-        catalog: Catalog,
-        entries: Mapping[str, Tree],
-        claims: _Claims,
-        parameters: Mapping[str, int],
-    ) -> _Changed:
-        """Collects the groups."""
-        groups: dict[tuple[int, Texts], _Named] = {}
-        for name, (rule, member) in claims.members.items():
-            groups.setdefault((id(rule), member.texts), []).append((name, member))
-        return cls(catalog, entries, claims, parameters, groups)
-
-    def outputs(self, name: str, leaf: Tree) -> dict[str, _Made]:
-        """Returns the new leaves that stand in the place of a leaf.
-
-        The first name of a group gives all tensors of the group, the others none.
-        """
-        if name in self.claims.members:
-            rule, member = self.claims.members[name]
-            group = self.groups[id(rule), member.texts]
-            return self._of_group(rule, member.texts, group) if group[0][0] == name else {}
-        new = self.claims.renames[name][1] if name in self.claims.renames else name
-        if not isinstance(leaf, TensorRef):
-            return {new: _Made((name,), None, None)}
-        record = self.catalog.tensors[leaf.name]
-        return {new: _Made((name,), record._replace(name=new), leaf.name)}
-
-    def _of_group(self, rule: Rule, texts: Texts, group: _Named) -> dict[str, _Made]:
-        records: dict[tuple[int, Indices], TensorRecord] = {}
-        names: dict[Indices, list[str]] = {}
-        stored: dict[Indices, list[str]] = {}
-        axes = name_axes(rule.sources[0])
-        shared = [axes.index(axis) for axis in shared_axes(rule)]
-        for name, member in sorted(group, key=_place):
-            ref = self.leaves[name]
-            assert isinstance(ref, TensorRef)
-            records[member.part, member.indices] = self.catalog.tensors[ref.name]._replace(
-                name=name
+    A group has the members of a rule with the same texts. Its first name gives all tensors of the
+    group, the others none.
+    """
+    groups: dict[tuple[int, Texts], _Named] = {}
+    for name, (rule, member) in claims.members.items():
+        groups.setdefault((id(rule), member.texts), []).append((name, member))
+    outputs: dict[str, dict[str, _Made]] = {}
+    for name, leaf in kept.items():
+        if name in claims.members:
+            rule, member = claims.members[name]
+            group = groups.pop((id(rule), member.texts), None)
+            outputs[name] = (
+                {} if group is None else _of_group(catalog, kept, rule, group, parameters)
             )
-            place = tuple(member.indices[at] for at in shared)
-            names.setdefault(place, []).append(name)
-            stored.setdefault(place, []).append(ref.name)
-        targets = Group(rule, texts, records, self.parameters).targets()
-        alike = str(rule.rearrange), tuple(rule.sizes.items()), rule.parts
-        return {
-            new: _Made(tuple(names[place]), record, (*alike, tuple(stored[place]), number))
-            for number, (new, (record, place)) in enumerate(targets.items())
-        }
+            continue
+        new = claims.renames[name][1] if name in claims.renames else name
+        made = _Made((name,), None, None)
+        if isinstance(leaf, TensorRef):
+            made = _Made((name,), catalog.tensors[leaf.name]._replace(name=new), leaf.name)
+        outputs[name] = {new: made}
+    return outputs
+
+
+def _of_group(
+    catalog: Catalog,
+    kept: Mapping[str, Tree],
+    rule: Rule,
+    group: _Named,
+    parameters: Mapping[str, int],
+) -> dict[str, _Made]:
+    records: dict[tuple[int, Indices], TensorRecord] = {}
+    names: dict[Indices, list[str]] = {}
+    stored: dict[Indices, list[str]] = {}
+    axes = name_axes(rule.sources[0])
+    shared = [axes.index(axis) for axis in shared_axes(rule)]
+    for name, member in sorted(group, key=_place):
+        ref = kept[name]
+        assert isinstance(ref, TensorRef)
+        records[member.part, member.indices] = catalog.tensors[ref.name]._replace(name=name)
+        place = tuple(member.indices[at] for at in shared)
+        names.setdefault(place, []).append(name)
+        stored.setdefault(place, []).append(ref.name)
+    targets = Group(rule, group[0][1].texts, records, parameters).targets()
+    alike = str(rule.rearrange), tuple(rule.sizes.items()), rule.parts
+    return {
+        new: _Made(tuple(names[place]), record, (*alike, tuple(stored[place]), number))
+        for number, (new, (record, place)) in enumerate(targets.items())
+    }
 
 
 def _place(named: tuple[str, Member]) -> tuple[int, Indices]:
