@@ -40,6 +40,7 @@ from tools.text import columns, json_text, place, progress, size_of, tell, tenso
 
 if TYPE_CHECKING:
     from ckpt.converting.convert import ConversionPlan, ConvertReport
+    from ckpt.converting.weighted_sum import WeightedSum
     from ckpt.mapping.changes import Part
     from sharding.agreement.ranks import Group
 
@@ -218,38 +219,47 @@ def add_target(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> int:
     """Convert, and print what was written and what was left out."""
+    return write(
+        options,
+        "convert",
+        options.src,
+        options.src,
+        mapping=mappings_of(options.mappings),
+        rename=by_first(options.rename, "--rename"),
+        prefix=options.prefix,
+        parameters=by_first(options.parameters, "--set"),
+        max_shard_bytes=options.max_shard_bytes,
+        allow_loss=options.allow_loss,
+        compress=options.compress,
+        kind=options.kind,
+        world_size=options.world_size,
+    )
+
+
+def write(
+    options: Written, label: str, src: str | WeightedSum, measured: str, **arguments: Any
+) -> int:
+    """Converts `src` with further arguments, on all ranks of torchrun, and prints the result.
+
+    The progress is that of as many bytes as the checkpoint `measured` has.
+    """
     from ckpt.converting.convert import convert
 
     began = time.monotonic()
     storage = mapping(options.storage_options)
     with (
         ranks_of_torchrun() as (group, is_first),
-        progress("convert", lambda: tensor_bytes(options.src, storage), options.quiet) as advance,
+        progress(label, lambda: tensor_bytes(measured, storage), options.quiet) as advance,
     ):
-        report = convert(
-            options.src,
-            options.dst,
-            mapping=mappings_of(options.mappings),
-            rename=by_first(options.rename, "--rename"),
-            prefix=options.prefix,
-            parameters=by_first(options.parameters, "--set"),
-            max_shard_bytes=options.max_shard_bytes,
-            allow_loss=options.allow_loss,
-            compress=options.compress,
-            kind=options.kind,
-            world_size=options.world_size,
-            group=group,
-            progress=advance if is_first else None,
-            **options.arguments,
-        )
-    seconds = time.monotonic() - began
-    if not is_first:
-        return ExitCode.FINE
-    show(options, report, seconds)
+        advance = advance if is_first else None
+        arguments = {**arguments, **options.arguments}
+        report = convert(src, options.dst, group=group, progress=advance, **arguments)
+    if is_first:
+        _show(options, report, time.monotonic() - began)
     return ExitCode.FINE
 
 
-def show(options: Shown, report: ConvertReport, seconds: float) -> None:
+def _show(options: Shown, report: ConvertReport, seconds: float) -> None:
     if options.as_json:
         print(json_text(_summary(options, report, seconds)))
     elif not options.quiet:

@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import time
 from argparse import ArgumentParser, ArgumentTypeError
 from dataclasses import dataclass
 
-from tools.convert import Written, add_parts, add_target, ranks_of_torchrun, show
+from tools.convert import Written, add_parts, add_target, write
 from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import mapping
-from tools.text import progress, tensor_bytes
 
 HELP = Help(
     summary="write the mean or another weighted sum of checkpoints, in bounded memory",
@@ -61,29 +59,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> int:
     """Merges, and prints what was written."""
-    from ckpt.converting.convert import convert
     from ckpt.run.merge import sum_of
 
-    began = time.monotonic()
     storage = mapping(options.storage_options)
     total = sum_of(
         *(options.sources, options.weights, options.last, options.ema, options.in_float64, storage),
         lora=options.lora or (),
     )
-    with (
-        ranks_of_torchrun() as (group, is_first),
-        progress("merge", lambda: tensor_bytes(total.urls[0], storage), options.quiet) as advance,
-    ):
-        report = convert(
-            total,
-            options.dst,
-            group=group,
-            progress=advance if is_first else None,
-            **options.arguments,
-        )
-    if is_first:
-        show(options, report, time.monotonic() - began)
-    return ExitCode.FINE
+    return write(options, "merge", total, total.urls[0])
 
 
 def _numbers(text: str) -> tuple[float, ...]:

@@ -203,14 +203,12 @@ class SecondOutput:
             planned, places = ranks.run_on_all("beginning a second output", begin)
             places = json.loads(ranks.broadcast(json.dumps(places).encode()))
             by_pieces = not is_far and not planned.has_sums
-            turns = [places]
-            if not by_pieces:  # each rank writes whole files
-                turns = [dict([*places.items()][ranks.rank :: ranks.world_size])]
-            if is_far:  # the last file makes the folder a checkpoint
-                turns[0].pop(planned.names[-1], None)
-                turns.append({planned.names[-1]: None} if is_first else {})
-
-            for turn in turns:
+            turns = [planned.names]
+            if not by_pieces:  # each rank writes whole files; the last one makes it a checkpoint
+                own = planned.names[ranks.rank : -1 : ranks.world_size]
+                turns = [own, planned.names[-1:] if is_first else ()]
+            for names in turns:
+                turn = {name: places[name] for name in names}
                 job = self._job(save, turn, by_pieces, is_first)
                 _, agreed = ranks.run_and_compare(
                     stage,
