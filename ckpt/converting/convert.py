@@ -62,7 +62,7 @@ from ckpt.opening.sources import Source, open_source
 from ckpt.state.patterns import Casts
 from ckpt.stores.local_files import explained_on_disk
 from ckpt.stores.store import Options, local_path, open_store, split_url
-from ckpt.transfer.copy_shares import call_together, memory_bytes_of, write_plans
+from ckpt.transfer.copy_shares import memory_bytes_of, write_plans
 from formats.catalog import (
     FilePlan,
     OpaqueValue,
@@ -78,7 +78,6 @@ from formats.safetensors import file as safetensors_file
 from formats.safetensors import huggingface
 from formats.safetensors.huggingface import MAX_SHARD_BYTES, with_modules
 from formats.storage import Writer
-from sharding.agreement.call_events import Clock
 from sharding.agreement.ranks import SELF, Ranks
 from sharding.errors import ArgumentError, ArgumentTypeError, without_secrets
 from sharding.kind import Kind
@@ -328,10 +327,10 @@ def convert(
         world_size=number,
     )
     target.check(changes, resume, group)
-    ranks = None if group == SELF else Ranks(group)
-    is_first = ranks is None or ranks.rank == 0
-    with call_together(ranks) as call, ExitStack() as stack:
-        call.doing("reading the source")
+    ranks = Ranks(group)
+    is_first = ranks.rank == 0
+    with ranks.call("ckpt.convert"), ExitStack() as stack:
+        ranks.doing("reading the source")
         if isinstance(src, (str, os.PathLike)):
             opening = open_source(src, storage_options)
         elif hasattr(src, "opened"):
@@ -346,14 +345,14 @@ def convert(
         files = changes.model_files(source) if target.format is Format.HUGGINGFACE else None
         if changes.config is None and changes.keeps_model(source):
             source = replace(source, catalog=with_modules(source.store, source.catalog))
-        counted = _count_bytes(progress, call)
+        counted = _count_bytes(progress, ranks)
         described = target.describe(source, changes, files, casts, allow_loss, counted)
         mapped, state = described.found, described.state
         check_located(state)
         source.check(mapped.catalog)
         untied = target.unties(files)
         if not dry_run:
-            call.doing("writing")
+            ranks.doing("writing")
         if not dry_run and resume:
             plans = target.plans(state, files, casts)
             total = src if source.parts else None
@@ -365,7 +364,7 @@ def convert(
         if verify and not dry_run and is_first:
             from ckpt.checking.verify import library_problems  # start-up, for few conversions
 
-            call.doing("verifying")
+            ranks.doing("verifying")
             wanted = outgoing(source.url, source.store, mapped.catalog, casts, None, untied)
             with open_source(target.url, target.options) as result:
                 whole = with_modules(result.store, result.catalog)
@@ -374,6 +373,7 @@ def convert(
                 check_written(wanted, written, shown_url, result.catalog.format)
                 for problem in library_problems(result.store, result.catalog):
                     raise CorruptError(problem.message)
+        ranks.agree("completing")
         return ConvertReport(
             src=source.url,
             dst=target.url,
@@ -397,7 +397,7 @@ def convert(
         )
 
 
-def _count_bytes(progress: Progress | None, call: Ranks | Clock) -> Progress | None:
+def _count_bytes(progress: Progress | None, call: Ranks) -> Progress | None:
     """Returns the function for numbers of bytes, which also counts them for `ckpt.events`."""
     if not call.is_observed:
         return progress
@@ -557,7 +557,7 @@ class Target:
         return [torch_save.plan(name, state)]
 
     def write(
-        self, ranks: Ranks | None, state: StoredState, files: ModelFiles | None, casts: Casts
+        self, ranks: Ranks, state: StoredState, files: ModelFiles | None, casts: Casts
     ) -> None:
         """Writes the result, by this process or by all ranks."""
         if self.format is not Format.CKPT:

@@ -57,7 +57,7 @@ from sharding.layout import HoleError, row_major
 
 
 def write_native(
-    ranks: Ranks | None,
+    ranks: Ranks,
     target: str,
     options: Options,
     state: StoredState,
@@ -67,12 +67,10 @@ def write_native(
 ) -> None:
     """Writes and commits a checkpoint with the files of a division.
 
-    All `ranks` call this, if there are any. Rank 0 compresses and commits.
+    All ranks call this. Rank 0 compresses and commits.
     """
-    began, attempt = now(), secrets.token_hex(8)
-    if ranks is not None:
-        attempt = ranks.broadcast(attempt.encode()).decode()
-    is_first = ranks is None or ranks.rank == 0
+    began, attempt = now(), ranks.broadcast(secrets.token_hex(8).encode()).decode()
+    is_first = ranks.rank == 0
     plans = [
         plan_shard(f"{attempt}-{rank:05d}.safetensors", _parts(state, division, rank))
         for rank in division.parts

@@ -37,10 +37,7 @@ from ckpt.stores.local_files import LocalFileWriter, join_file
 from ckpt.transfer.copy_files import SPAN_BYTES, FileCopier
 from formats.catalog import FilePlan, Late, OutgoingTensor, Part, length_of
 from formats.storage import FileWriter, Pool, Writer
-from sharding.agreement.call_events import Clock, time_call
 from sharding.agreement.ranks import HASH_BITS, Ranks
-
-CALL = "ckpt.convert"
 
 
 def share_of(plan: FilePlan, rank: int, world_size: int) -> tuple[int, FilePlan]:
@@ -64,23 +61,8 @@ def _nearest(bounds: Sequence[int], wanted: int) -> int:
     return after - 1 if after and bounds[after] - wanted > wanted - bounds[after - 1] else after
 
 
-@contextmanager
-def call_together(ranks: Ranks | None) -> Iterator[Ranks | Clock]:
-    """A call in which the ranks convert: an error that ends it on one rank ends it on all.
-
-    Yields the object that hears of stages and bytes, for `ckpt.events`.
-    """
-    if ranks is None:
-        with time_call(CALL) as clock:
-            yield clock
-        return
-    with ranks.call(CALL):
-        yield ranks
-        ranks.agree("completing")
-
-
 def write_plans(
-    ranks: Ranks | None,
+    ranks: Ranks,
     copier: FileCopier,
     placed: Callable[[], AbstractContextManager[Writer]],
     plans: Sequence[FilePlan],
@@ -96,7 +78,7 @@ def write_plans(
         StoreError: the ranks have different plans, or a rank does not see rank 0's file.
         RankError: another rank failed; it has that rank's number and error.
     """
-    if ranks is None or ranks.is_single_process:
+    if ranks.is_single_process:
         with placed() as writer:
             return copier.write(writer, plans)
     _check_same(ranks, plans)

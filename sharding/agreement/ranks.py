@@ -12,6 +12,7 @@ Rules:
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -97,6 +98,11 @@ class Ranks:
         """The failure that the ranks agreed on: the rank and the class of its error. All ranks have
         the same failure, also if several ranks failed."""
         self._seconds = seconds
+        self._channel: Channel | None = None
+        self._continuation: Continuation | None = None
+        self._clock: Clock | None = None
+        if group == SELF and "torch.distributed" not in sys.modules:
+            return  # a second of start-up, which one process does not need
         import torch.distributed as dist
 
         is_here = dist.is_available() and dist.is_initialized()
@@ -115,12 +121,9 @@ class Ranks:
             else:
                 members = dist.get_process_group_ranks(group)
                 self.mesh = Mesh.of_ranks(("world",), (self.world_size,), members)
-        self._channel: Channel | None = None
         if not self.is_single_process:
             assert not isinstance(group, str)
             self._channel = _channel(group, self.rank, purpose)
-        self._continuation: Continuation | None = None
-        self._clock: Clock | None = None
 
     @property
     def global_rank(self) -> int:
