@@ -345,8 +345,13 @@ def convert(
         files = changes.model_files(source) if target.format is Format.HUGGINGFACE else None
         if changes.config is None and changes.keeps_model(source):
             source = replace(source, catalog=with_modules(source.store, source.catalog))
-        counted = _count_bytes(progress, ranks)
-        described = target.describe(source, changes, files, casts, allow_loss, counted)
+
+        def count(nbytes: int) -> None:
+            ranks.count(nbytes)
+            if progress is not None:
+                progress(nbytes)
+
+        described = target.describe(source, changes, files, casts, allow_loss, count)
         mapped, state = described.found, described.state
         check_located(state)
         source.check(mapped.catalog)
@@ -395,19 +400,6 @@ def convert(
             prefix=prefix_of_model(changes, source, target.format, state),
             plan=conversion_plan(mapped, state, target.memory_bytes(state)),
         )
-
-
-def _count_bytes(progress: Progress | None, call: Ranks) -> Progress | None:
-    """Returns the function for numbers of bytes, which also counts them for `ckpt.events`."""
-    if not call.is_observed:
-        return progress
-
-    def advance(nbytes: int) -> None:
-        call.count(nbytes)
-        if progress is not None:
-            progress(nbytes)
-
-    return advance
 
 
 @dataclass(frozen=True, slots=True)

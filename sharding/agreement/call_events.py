@@ -152,11 +152,6 @@ class Clock:
         self._whole = _Open(call, "", rank, world_size)
         self._stage: _Open | None = None
 
-    @property
-    def is_observed(self) -> bool:
-        """Whether the methods do anything."""
-        return self._observed
-
     def doing(self, stage: str) -> None:
         """Ends the stage before, and begins another."""
         if self._observed:

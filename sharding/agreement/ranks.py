@@ -167,11 +167,6 @@ class Ranks:
             if call is not None:
                 call.stage = stage
 
-    @property
-    def is_observed(self) -> bool:
-        """Whether observers hear of the stages and bytes of the present call."""
-        return self._clock is not None and self._clock.is_observed
-
     def count(self, nbytes: int) -> None:
         """Counts bytes of tensors that this rank read or wrote in this stage, for observers."""
         if self._clock is not None:
