@@ -519,10 +519,11 @@ class OutgoingTensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: DType
-    blocks: Callable[[], Iterator[memoryview]]
+    blocks: Callable[[], Iterator[memoryview]] = lambda: iter(())
     """Starts the stream: the packed row-major bytes in order, in blocks of any size.
 
-    A block is valid until the next one. A stream is started once.
+    A block is valid until the next one. A stream is started once. A tensor that is copied from a
+    stored one (`ckpt.transfer.copy_files`) has none.
     """
     stable: bool = False
     """Whether the blocks stay valid until the file is complete: they are the tensor's own memory,

@@ -66,19 +66,8 @@ SHOWN_LEFT_OUT = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """The options that decide what is printed of a conversion."""
-
-    dry_run: bool
-    verify: bool
-    verbose: bool
-    quiet: bool
-    as_json: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written(Shown):
-    """The target, and what of the source is written: the options that `ckpt merge` has too."""
+class Written:
+    """The target, what of the source is written, and what is printed: as `ckpt merge` has them."""
 
     dst: str
     to: FormatName | None
@@ -90,6 +79,11 @@ class Written(Shown):
     dtype: list[Pair] | None
     overwrite: bool
     resume: bool
+    dry_run: bool
+    verify: bool
+    verbose: bool
+    quiet: bool
+    as_json: bool
     storage_options: list[Option] | None = field(default=None, repr=False)
     dst_storage_options: list[Option] | None = field(default=None, repr=False)
 
@@ -259,7 +253,7 @@ def write(
     return ExitCode.FINE
 
 
-def _show(options: Shown, report: ConvertReport, seconds: float) -> None:
+def _show(options: Written, report: ConvertReport, seconds: float) -> None:
     if options.as_json:
         print(json_text(_summary(options, report, seconds)))
     elif not options.quiet:
@@ -275,7 +269,7 @@ def _show(options: Shown, report: ConvertReport, seconds: float) -> None:
         )
 
 
-def _summary(options: Shown, report: ConvertReport, seconds: float) -> dict[str, object]:
+def _summary(options: Written, report: ConvertReport, seconds: float) -> dict[str, object]:
     summary = {each.name: getattr(report, each.name) for each in fields(report)}
     del summary["plan"]
     summary |= {
@@ -289,7 +283,7 @@ def _summary(options: Shown, report: ConvertReport, seconds: float) -> dict[str,
     return summary
 
 
-def _lines(options: Shown, report: ConvertReport, seconds: float) -> Iterator[str]:
+def _lines(options: Written, report: ConvertReport, seconds: float) -> Iterator[str]:
     plan = report.plan
     if plan is not None and (options.dry_run or options.verbose):
         yield from _plan_lines(plan)

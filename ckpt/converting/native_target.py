@@ -4,8 +4,8 @@ Rules:
 
 1. Before a byte is written, the headers prove that all elements are in files of the right length.
    An incomplete checkpoint is thus an error before the conversion writes.
-2. Tensors are copied by `ckpt.transfer.copy_files`. Their own streams are for callers that take
-   bytes in order; `ckpt.transfer.copy_shares` reads many streams ahead.
+2. Tensors are copied by `ckpt.transfer.copy_files`. For callers that take bytes in order,
+   `ckpt.transfer.copy_shares` makes streams, and reads many of them ahead.
 3. Uncompressed files are planned, and copied like those of any other format, by one process or by
    all ranks. The sizes of compressed chunks are known only once they are written, so one process
    compresses streams. The manifest comes last.
@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
 
 import numpy as np
@@ -107,7 +106,7 @@ def _parts(state: StoredState, division: Division, rank: int) -> list[OutgoingTe
     for name in division.parts[rank]:
         run = run_of(division.stored[name].layout, rank)
         tensor = state.tensors[name]
-        parts.append(OutgoingTensor(name, run.shape, tensor.dtype, tensor.blocks, first=run.lo))
+        parts.append(OutgoingTensor(name, run.shape, tensor.dtype, first=run.lo))
     return parts
 
 
@@ -209,9 +208,7 @@ def outgoing(
         if record.strides is not None and record.strides != row_major(record.shape):
             strides[path] = record.strides
         source = sources[path] = CopySource(record, casts.written_dtype(path, record))
-        tensors[path] = OutgoingTensor(
-            path, record.shape, source.dtype, partial(_blocks, copier, tensors, path)
-        )
+        tensors[path] = OutgoingTensor(path, record.shape, source.dtype)
         return TensorRef(path)
 
     tree: Tree = map_selected(catalog.tree, Selection.of(None, None), place)
@@ -237,13 +234,6 @@ def _check_alike(name: str, dtype: DType, first: str, written: DType) -> None:
             f"{name} is tied to {first}, and dtype= makes it {dtype} and {first} {written}; give "
             "both names one dtype, or leave one out (exclude=)"
         )
-
-
-def _blocks(
-    copier: FileCopier, tensors: Mapping[str, OutgoingTensor], name: str
-) -> Iterator[memoryview]:
-    with stream_tensors(copier, [tensors[name]]) as (alone,):
-        yield from alone.blocks()
 
 
 def check_located(state: StoredState) -> None:

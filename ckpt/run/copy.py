@@ -227,9 +227,5 @@ def _record(file: ShardFile) -> TensorRecord:
 
 
 def _plan(file: ShardFile) -> FilePlan:
-    bytes_of = OutgoingTensor(file.name, (file.size,), dtype_named("U8", file.name), _no_blocks)
+    bytes_of = OutgoingTensor(file.name, (file.size,), dtype_named("U8", file.name))
     return FilePlan(file.name, [bytes_of])
-
-
-def _no_blocks() -> Iterator[memoryview]:
-    return iter(())

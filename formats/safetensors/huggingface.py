@@ -483,7 +483,6 @@ def read_bin(reader: Reader, present: Sequence[str] | None = None) -> Catalog:
     index = [FileRecord(chosen.index, reader.size(chosen.index))] if chosen.index else []
     names = {each.files[0].name: (*each.tensors, *each.aliases) for each in catalogs}
     check_in_their_files(weight_map, names, chosen.index)
-    _check_apart(catalogs, chosen.index)
     found = join_catalogs("huggingface", [Part((), catalog) for catalog in catalogs], index)
     return replace(found, notes=chosen.notes, unread=unread_files(there, names))
 
@@ -495,16 +494,6 @@ def is_weights(name: str) -> bool:
     (True, False)
     """
     return name.startswith(("pytorch_model", "diffusion_pytorch_model", "adapter_model"))
-
-
-def _check_apart(catalogs: list[Catalog], index: str | None) -> None:
-    """Raises FormatError if two files have a tensor of one name."""
-    seen: set[str] = set()
-    for catalog in catalogs:
-        for name in (*catalog.tensors, *catalog.aliases):
-            if name in seen:
-                raise in_two_files(catalog.files[0].name, name, index)
-        seen.update(catalog.tensors, catalog.aliases)
 
 
 SHARD = re.compile(r"shard-([0-9]{5,9})-model-([0-9]{5,9})-of-([0-9]{5,9})\.safetensors")

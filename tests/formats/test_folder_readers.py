@@ -132,7 +132,7 @@ def test_a_missing_shard_without_an_index_is_named(tmp_path: Path) -> None:
 def test_two_bins_with_one_name_are_refused(tmp_path: Path) -> None:
     bins(tmp_path, index=False)
     torch.save({"a": torch.ones(1)}, tmp_path / "pytorch_model-00002-of-00002.bin")
-    with pytest.raises(FormatError, match="a lies in another file of the folder too"):
+    with pytest.raises(FormatError, match="a is in another file of the folder too"):
         ckpt.read(tmp_path)
 
 
