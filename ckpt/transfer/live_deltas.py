@@ -6,14 +6,14 @@ applies it to its own bytes, which may lie otherwise. This module imports no tor
 
 Rules:
 
-1. An area is cut into blocks of at most `BLOCK` elements, by its shape alone, so that both sides
-   cut alike. A block with few changes has the distances between its changed elements and, for each,
-   old XOR new. A block with many has old XOR new of all elements, if that compresses well, or else
+1. An area is cut into pieces of at most `PIECE_BYTES`, by its shape alone, so that both sides cut
+   alike. A piece with few changes has the distances between its changed elements and, for each,
+   old XOR new. A piece with many has old XOR new of all elements, if that compresses well, or else
    travels whole.
 2. The reader proves its result, not its base: the bytes have the checksums of the version's table,
    or, where the area is no whole chunk, those that the server sends. With another base the result
    is wrong, and the reader reads the bytes as if there were no deltas.
-3. A delta is not trusted: a place outside its block, or a length that does not fit, is a
+3. A delta is not trusted: a place outside its piece, or a length that does not fit, is a
    FormatError before anything outside the area is written. The bytes are then read.
 4. Numbers are laid out by bytes, all first bytes before all second bytes, and compressed together:
    most high bytes of distances and differences are zero.
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf, prod
 from typing import NamedTuple, Protocol, TypeAlias, cast
 
@@ -35,23 +35,21 @@ from ckpt.plan.read_plan import NOWHERE, ByteRange
 from formats.errors import FormatError
 from formats.storage import Reader
 
-BLOCK = 1 << 16
-"""The most elements of a block: a distance between two has 16 bits."""
 MOST_BYTES = 32 << 20
 """The most bytes of all areas of one request."""
 MOST_AREAS = 1000
 WIDTHS = (1, 2, 4, 8)
 """The bytes of elements of which there are deltas."""
 FEW = 4
-"""The elements of a block for each of its changed elements, if these are few."""
+"""The elements of a piece for each of its changed elements, if these are few."""
 ALL = 0xFFFF_FFFE
-"""The count of a block with old XOR new of all elements."""
+"""The count of a piece with old XOR new of all elements."""
 WHOLE = 0xFFFF_FFFF
-"""The count of a block that travels whole."""
-PAYS = 0.8
-"""The part of its bytes to which a block must compress, so that old XOR new of all pays."""
+"""The count of a piece that travels whole."""
+PAYS, TRIED = 0.8, 1 << 16
+"""The part of its bytes to which old XOR new of so many elements must compress to pay."""
 PIECE_BYTES = 1 << 20
-"""The bytes that are compared at a time: old, new and their XOR stay in the processor's cache."""
+"""The most bytes of a piece: old, new and their XOR stay in the processor's cache."""
 LITTLE_BYTES = 32 << 10
 """The bytes up to which elements are compared at once: each step on words takes its time."""
 WORD = 8
@@ -74,7 +72,7 @@ class Area(NamedTuple):
     steps: tuple[int, ...]
     """Bytes from an element to the next one, of each dimension."""
     has_sums: bool
-    """Whether the delta has a checksum of each block."""
+    """Whether the delta has a checksum of each piece."""
 
     @property
     def nbytes(self) -> int:
@@ -120,22 +118,19 @@ def _area_in(value: object) -> Area:
     raise FormatError(f"{value!r:.200} is no area")
 
 
-def _pieces(array: Array) -> Iterator[tuple[Array, int]]:
-    """Yields an area in order, as views that the cache holds, and the elements of a block there.
-
-    A piece consists of such blocks; the last one may be shorter (rule 1).
-    """
-    each = array.size // len(array) if array.ndim else 1
-    if array.size <= BLOCK:
-        yield array, BLOCK
-    elif len(array) == 1 or each > BLOCK:
+def _pieces(array: Array) -> Iterator[Array]:
+    """Yields the pieces of an area in order, as views (rule 1)."""
+    if array.nbytes <= PIECE_BYTES:
+        yield array
+        return
+    each = array.nbytes // len(array)
+    if each > PIECE_BYTES:
         for row in array:
             yield from _pieces(row)
-    else:
-        rows = BLOCK // each
-        many = rows * max(1, PIECE_BYTES // (rows * each * array.itemsize))
-        for at in range(0, len(array), many):
-            yield array[at : at + many], rows * each
+        return
+    rows = PIECE_BYTES // each
+    for at in range(0, len(array), rows):
+        yield array[at : at + rows]
 
 
 def _flat(piece: Array, memory: Array) -> Array:
@@ -147,33 +142,23 @@ def _flat(piece: Array, memory: Array) -> Array:
     return piece.reshape(-1)
 
 
-def _few_changes(xor: Array, size: int, flags: Array) -> Iterator[tuple[Array, Array] | None]:
-    """Yields the distances of a block's changes, and old XOR new of each; None if there are many.
+def _few_changes(xor: Array, flags: Array) -> tuple[Array, Array] | None:
+    """Returns the places of a piece's changes, and old XOR new of each; None if there are many.
 
     Words are searched, and the elements of those that differ, unless too many do.
     """
-    begins, bits = range(0, xor.size, size), (WORD // xor.itemsize).bit_length() - 1
-    is_even = xor.nbytes % WORD == 0 and xor.nbytes > LITTLE_BYTES
-    words = xor.view(f"u{WORD}") if is_even else xor
-    few = _places_of(np.not_equal(words, 0, out=flags[: words.size])) if is_even else None
-    if few is None:
-        for at in begins:
-            block = xor[at : at + size]
-            is_few = FEW * np.count_nonzero(block) <= len(block)
-            found = np.flatnonzero(block) if is_few else None
-            yield None if found is None else (_gaps(found), block[found])
-        return
-    places, xors = few, words[few].view(xor.dtype)
-    if bits:
-        inside = np.flatnonzero(xors != 0)
-        places, xors = _inside(few, inside, bits), xors[inside]
-    edges = np.searchsorted(places, [*begins, xor.size]).tolist()
-    gaps = _gaps(places)
-    for at, (lo, hi) in zip(begins, pairwise(edges), strict=True):
-        if lo < hi:
-            gaps[lo] = places[lo] - at
-        is_few = FEW * (hi - lo) <= min(size, xor.size - at)
-        yield (gaps[lo:hi], xors[lo:hi]) if is_few else None
+    if xor.nbytes % WORD == 0 and xor.nbytes > LITTLE_BYTES:
+        words = xor.view(f"u{WORD}")
+        few = _places_of(np.not_equal(words, 0, out=flags[: words.size]))
+        if few is not None:
+            xors = words[few].view(xor.dtype)
+            inside = np.flatnonzero(xors != 0)
+            places = _inside(few, inside, (WORD // xor.itemsize).bit_length() - 1)
+            return None if FEW * len(places) > xor.size else (places, xors[inside])
+    if FEW * np.count_nonzero(xor) > xor.size:
+        return None
+    places = np.flatnonzero(xor)
+    return places, xor[places]
 
 
 def _places_of(is_other: Array) -> Array | None:
@@ -198,8 +183,8 @@ def _inside(outer: Array, inside: Array, bits: int) -> Array:
 
 def _gaps(places: Array) -> Array:
     """Returns the elements between neighbouring places; in front of the first one, its place."""
-    gaps: Array = places.astype("<u2")  # modulo 2**16, of which there are no more in a block
-    gaps[1:] -= gaps[:-1] + np.uint16(1)
+    gaps: Array = places.astype("<u4")
+    gaps[1:] -= gaps[:-1] + np.uint32(1)
     return gaps
 
 
@@ -215,30 +200,25 @@ def make_delta(areas: Sequence[Area], old: Sequence[Array], new: Sequence[Array]
     for area, before, after in zip(areas, old, new, strict=True):
         counts, gaps, values = [], [], []
         dense: list[bytes] = []
-        pays: bool | None = None  # of the first block with many changes, for all of its area
-        for (here, size), (there, _) in zip(_pieces(before), _pieces(after), strict=True):
-            second = _flat(there, copied) if area.has_sums else None
+        pays: bool | None = None  # of the first piece with many changes, for all of its area
+        for here, there in zip(_pieces(before), _pieces(after), strict=True):
+            if area.has_sums:
+                flat = _flat(there, copied)
+                sums.append(xxhash.xxh3_128_digest(flat.data))
+                there = flat.reshape(here.shape)
             target = differences[: here.nbytes].view(here.dtype).reshape(here.shape)
-            after_here = there if second is None else second.reshape(here.shape)
-            xor = np.bitwise_xor(here, after_here, out=target).reshape(-1)
-            few = _few_changes(xor, size, flags)
-            for at, changes in zip(range(0, xor.size, size), few, strict=True):
-                if area.has_sums and second is not None:
-                    sums.append(xxhash.xxh3_128_digest(second[at : at + size].data))
-                if changes is not None:
-                    counts.append(len(changes[0]))
-                    gaps.append(changes[0])
-                    values.append(changes[1])
-                    continue
-                planes = b"" if pays is False else _planes(xor[at : at + size])
-                if pays is None:
-                    pays = len(compressor.compress(planes)) <= PAYS * len(planes)
-                counts.append(ALL if pays else WHOLE)
-                if pays:
-                    dense.append(planes)
-                    continue
-                second = _flat(there, copied) if second is None else second
-                whole.append(second[at : at + size].tobytes())
+            xor = np.bitwise_xor(here, there, out=target).reshape(-1)
+            changes = _few_changes(xor, flags)
+            if changes is not None:
+                counts.append(len(changes[0]))
+                gaps.append(_gaps(changes[0]))
+                values.append(changes[1])
+                continue
+            if pays is None:
+                tried = _planes(xor[:TRIED])
+                pays = len(compressor.compress(tried)) <= PAYS * len(tried)
+            counts.append(ALL if pays else WHOLE)
+            (dense if pays else whole).append(_planes(xor) if pays else there.tobytes())
         numbers.append(np.array(counts, "<u4").tobytes())
         if gaps:
             numbers += [_planes(np.concatenate(gaps)), _planes(np.concatenate(values))]
@@ -264,8 +244,7 @@ class Delta:
             packed, plain, checks = _SIZES.unpack_from(data)
         except struct.error:
             raise FormatError(f"{len(data)} bytes are no delta") from None
-        elements = [(area.nbytes // area.width, area.width) for area in areas]
-        most = sum(count * (2 + width) + count // 64 + 64 for count, width in elements)
+        most = sum(area.nbytes + 4 * area.nbytes // area.width + 64 for area in areas)
         at = _SIZES.size
         if plain > most or at + packed + checks > len(data):
             raise FormatError("the delta is longer than its areas")
@@ -286,33 +265,29 @@ class Delta:
         True for an area without sums, which the caller compares. Raises FormatError.
         """
         pieces = [*_pieces(target)]
-        starts = [range(0, piece.size, size) for piece, size in pieces]
-        counts = np.frombuffer(self._numbers.take(4 * sum(map(len, starts))), "<u4").tolist()
-        few = [count if count < ALL else 0 for count in counts]
-        total = sum(few)
-        if total > target.size:
+        counts = np.frombuffer(self._numbers.take(4 * len(pieces)), "<u4").tolist()
+        ends = [*accumulate((count if count < ALL else 0 for count in counts), initial=0)]
+        if ends[-1] > target.size:
             raise FormatError("an area has more changes than elements")
-        gaps = self._take_planes(total, 2)
-        values = self._take_planes(total, area.width)
-        is_right, number, lo = True, 0, 0
-        for (piece, size), begins in zip(pieces, starts, strict=True):
+        gaps = self._take_planes(ends[-1], 4)
+        values = self._take_planes(ends[-1], area.width)
+        is_right = True
+        for piece, count, (lo, hi) in zip(pieces, counts, pairwise(ends), strict=True):
             flat = np.ascontiguousarray(piece).reshape(-1)
-            here = slice(number, number + len(begins))
-            hi = lo + sum(few[here])
-            if lo < hi:
-                flat[_places(gaps[lo:hi], few[here], size, flat.size)] ^= values[lo:hi]
-            for at, count in zip(begins, counts[here], strict=True):
-                block = flat[at : at + size]
-                if count == WHOLE:
-                    block[:] = np.frombuffer(self._whole.take(block.nbytes), f"u{area.width}")
-                elif count == ALL:
-                    block ^= self._take_planes(block.size, area.width)
-                if area.has_sums:
-                    found = xxhash.xxh3_128_digest(block.data)
-                    is_right &= found == self._sums.take(SUM_BYTES)
-            if any(counts[here]) and not np.shares_memory(flat, piece):
+            if count == WHOLE:
+                flat[:] = np.frombuffer(self._whole.take(flat.nbytes), flat.dtype)
+            elif count == ALL:
+                flat ^= self._take_planes(flat.size, area.width)
+            elif count:
+                places = np.cumsum(gaps[lo:hi], dtype="i8")
+                places += np.arange(count)
+                if places[-1] >= flat.size:
+                    raise FormatError("a change lies behind its piece")
+                flat[places] ^= values[lo:hi]
+            if area.has_sums:
+                is_right &= xxhash.xxh3_128_digest(flat.data) == self._sums.take(SUM_BYTES)
+            if count and not np.shares_memory(flat, piece):
                 piece[...] = flat.reshape(piece.shape)
-            number, lo = number + len(begins), hi
         return is_right
 
     def _take_planes(self, count: int, width: int) -> Array:
@@ -321,25 +296,6 @@ class Delta:
         for at, plane in enumerate(planes):
             numbers.view("u1")[at::width] = plane
         return numbers
-
-
-def _places(gaps: Array, counts: Sequence[int], size: int, end: int) -> Array:
-    """Returns the places of changes in blocks of `size` elements, by the distances in each.
-
-    There is one at least. Raises FormatError for a place behind its block, or behind `end`.
-    """
-    filled = np.flatnonzero(counts)
-    starts, ends = filled * size, np.cumsum(counts)[filled]
-    firsts = np.concatenate(([0], ends[:-1]))
-    steps = gaps.astype("i8")
-    steps += 1
-    reached = np.add.reduceat(steps, firsts)
-    if (reached > np.minimum(size, end - starts)).any():
-        raise FormatError("a change lies behind its block")
-    steps[firsts] += starts
-    steps[firsts[1:]] -= (starts + reached)[:-1]
-    steps[0] -= 1
-    return np.cumsum(steps, out=steps)
 
 
 class _Taken:

@@ -235,32 +235,20 @@ def data_by_the_page(chain: Path, number: int) -> bytes:
 def frame_by_the_page(part: bytes, found: Any, each: int) -> Any:
     packed, plain, _ = struct.unpack_from("<3I", part)
     numbers = zstandard.ZstdDecompressor().decompress(part[12 : 12 + packed], plain)
-    wholes, at = part[12 + packed :], 0
-    blocks = [found[lo : lo + 65536] for lo in range(0, len(found), 65536)]
-    counts = struct.unpack_from(f"<{len(blocks)}I", numbers)
+    (count,) = struct.unpack_from("<I", numbers)
 
-    def planes(length: int, width: int) -> Any:
-        nonlocal at
+    def planes(at: int, length: int, width: int) -> Any:
         planes = np.frombuffer(numbers, "u1", length * width, at).reshape(width, length)
-        at += length * width
         return np.ascontiguousarray(planes.T).view(f"<u{width}").reshape(-1)
 
-    at = 4 * len(blocks)
-    total = sum(count for count in counts if count < 2**32 - 2)
-    distances, values = planes(total, 2).tolist(), planes(total, each)
-    change = taken = 0
-    for block, count in zip(blocks, counts, strict=True):
-        if count == 2**32 - 1:
-            block[:] = np.frombuffer(wholes, block.dtype, len(block), taken)
-            taken += block.nbytes
-        elif count == 2**32 - 2:
-            block ^= planes(len(block), each)
-        else:
-            place = -1
-            for _ in range(count):
-                place += distances[change] + 1
-                block[place] ^= values[change]
-                change += 1
+    if count == 2**32 - 1:
+        return np.frombuffer(part[12 + packed :], found.dtype)
+    if count == 2**32 - 2:
+        return found ^ planes(4, len(found), each)
+    place, values = -1, planes(4 + 4 * count, count, each)
+    for distance, value in zip(planes(4, count, 4).tolist(), values, strict=True):
+        place += distance + 1
+        found[place] ^= value
     return found
 
 

@@ -19,14 +19,17 @@ from hypothesis import strategies as st
 import ckpt
 from ckpt.live.store import LiveStore
 from ckpt.transfer import live_deltas
-from ckpt.transfer.live_deltas import BLOCK, Area, Delta, areas_in, make_delta
+from ckpt.transfer.live_deltas import Area, Delta, areas_in, make_delta
 from formats.errors import FormatError
 from tests.live.layouts import spread
 from tests.live.offered import RUNTIME
 
 SECONDS = 60
 ROWS, COLUMNS = 301, 1024
-"""More elements than a block and a chunk have, and rows that do not divide evenly."""
+"""More elements than a chunk has, and rows that do not divide evenly."""
+LARGE = 1 << 15
+"""Elements that are more than a piece of `PIECE_BYTES`, but of the smallest width."""
+PIECE_BYTES = 40_000
 
 
 @st.composite
@@ -35,8 +38,8 @@ def boxes(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     width = draw(st.sampled_from((1, 2, 4, 8)))
     shape = draw(st.lists(st.integers(1, 5), max_size=3))
     if draw(st.booleans()):
-        shape.append(draw(st.sampled_from((BLOCK // 2 + 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3))))
-    if prod(shape) > 4 * BLOCK:
+        shape.append(draw(st.sampled_from((LARGE // 2 + 1, LARGE, LARGE + 1, 2 * LARGE + 3))))
+    if prod(shape) > 4 * LARGE:
         shape = shape[-1:]
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     margins = [draw(st.integers(0, 2)) for _ in shape]
@@ -47,8 +50,8 @@ def boxes(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     part = draw(st.sampled_from((0.0, 0.001, 0.05, 0.1, 0.3, 1.0)))
     change = np.array(draw(st.integers(1, 255)), new.dtype)
     new[random.random(whole) < part] ^= change
-    if draw(st.booleans()):  # some blocks have many changes, and others few
-        new.reshape(-1)[new.size // 3 : new.size // 3 + BLOCK] ^= change
+    if draw(st.booleans()):  # some pieces have many changes, and others few
+        new.reshape(-1)[new.size // 3 : new.size // 3 + LARGE] ^= change
     inside = [slice(margin, None) for margin in margins]
     if draw(st.booleans()):  # one column of it
         inside[-1:] = [slice(-1, None)] * bool(inside)
@@ -65,16 +68,17 @@ def test_a_delta_makes_the_new_elements_of_the_old_ones_in_any_place(
 ) -> None:
     areas = [area_of(old, has_sums) for old, _ in pairs]
     assert areas_in([area.as_json() for area in areas]) == areas
-    data = make_delta(areas, [old for old, _ in pairs], [new for _, new in pairs])
-    delta = Delta(data, areas)
-    for area, (old, new) in zip(areas, pairs, strict=True):
-        target = old.copy(order="F")  # as it lies nowhere else
-        assert delta.apply(area, target)
-        assert np.array_equal(target, new)
+    with patch.object(live_deltas, "PIECE_BYTES", PIECE_BYTES):
+        data = make_delta(areas, [old for old, _ in pairs], [new for _, new in pairs])
+        delta = Delta(data, areas)
+        for area, (old, new) in zip(areas, pairs, strict=True):
+            target = old.copy(order="F")  # as it lies nowhere else
+            assert delta.apply(area, target)
+            assert np.array_equal(target, new)
 
 
 def test_the_sums_tell_a_target_that_has_another_version() -> None:
-    old = np.arange(3 * BLOCK, dtype="<u4")
+    old = np.arange(3 * LARGE, dtype="<u4")
     new, other = old.copy(), old.copy()
     new[7] += 1
     other[-1] += 1
