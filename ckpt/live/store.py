@@ -101,6 +101,8 @@ class _Lease:
 class LiveStore(ReadOnlyStore):
     """A version of a live state, or the newest one. Safe to use from several threads."""
 
+    delta_range_bytes = 1 << 20
+    """Bytes that are changed and verified while they are in the processor's cache."""
     refusal = (
         "this is a live state, which is only read; ckpt.publish makes one, and LiveState.update "
         "replaces it"

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate
-from threading import Lock
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -25,17 +24,14 @@ import xxhash
 from ckpt.live.chain import FRAME, FRAME_BYTES, WHOLE, Link, frame_area, version_url
 from ckpt.stores.served_store import ReadOnlyStore
 from ckpt.stores.store import LIVE_VERSION, Store, absolute, open_store, split_url
-from ckpt.transfer.live_deltas import Area, Delta
+from ckpt.transfer.live_deltas import MOST_BYTES, Area, Delta
 from formats.errors import CorruptError, FormatError, GoneError
 from formats.limits import current
 from formats.native.manifest import MANIFEST, ShardFile, load
-from formats.storage import LOCAL_READ_BYTES
 
 if TYPE_CHECKING:
     from ckpt.transfer.live_deltas import Array
 
-AHEAD_BYTES = 1 << 20
-"""The bytes of a delta file that are read at once from a store that takes time to answer."""
 SPAN_BYTES = 4 << 20
 """The longest part of a file that is in memory for a box of elements."""
 
@@ -83,19 +79,22 @@ class _Opened:
         if self.link.before is not None and self.files.keys() != self.deltas.keys():
             raise FormatError(f"{where}: its deltas are not those of its shard files")
         self._frames: dict[int, list[tuple[int, int]]] = {}
-        self._part = lru_cache(2)(self._read_part)
-        self._lock = Lock()
 
     def data_bytes(self, rank: int) -> int:
         """Returns the bytes of the data of a shard file."""
         file = self.files[rank]
         return file.size - file.header_bytes - file.table_bytes
 
+    def frames_bytes(self, rank: int, first: int, last: int) -> int:
+        """Returns the bytes of frames `first` to `last`."""
+        index = self._index(rank)
+        return index[last][0] - index[first][0]
+
     def frames(self, rank: int, first: int, last: int) -> list[bytes]:
         """Returns frames `first` to `last`, in one read. Raises CorruptError for damage."""
         index = self._index(rank)
         lo, hi = index[first][0], index[last][0]
-        data = self._bytes(rank, lo, hi) if lo < hi else b""
+        data = self.store.read(self.deltas[rank].name, lo, hi - lo) if lo < hi else b""
         found = []
         for at in range(first, last):
             begin, end = index[at][0], index[at + 1][0]
@@ -103,19 +102,6 @@ class _Opened:
             if xxhash.xxh3_64_intdigest(found[-1]) != index[at][1]:
                 raise self._damage_error(rank, begin, end)
         return found
-
-    def _bytes(self, rank: int, lo: int, hi: int) -> bytes:
-        """Returns bytes of a delta file, by few requests to a store that takes time to answer."""
-        if self.store.read_bytes <= LOCAL_READ_BYTES or hi - lo >= AHEAD_BYTES:
-            return self.store.read(self.deltas[rank].name, lo, hi - lo)
-        first, last = lo // AHEAD_BYTES, -(-hi // AHEAD_BYTES)
-        with self._lock:  # the threads of a load want neighbouring frames, in any order
-            data = b"".join([self._part(rank, number) for number in range(first, last)])
-        return data[lo - first * AHEAD_BYTES : hi - first * AHEAD_BYTES]
-
-    def _read_part(self, rank: int, number: int) -> bytes:
-        delta, begin = self.deltas[rank], number * AHEAD_BYTES
-        return self.store.read(delta.name, begin, min(AHEAD_BYTES, delta.size - begin))
 
     def _index(self, rank: int) -> list[tuple[int, int]]:
         """Returns the first byte and the checksum of each frame, and the end of the last one."""
@@ -149,6 +135,7 @@ class StoredVersion(ReadOnlyStore):
     Made of the opened folder of the version. Raises FormatError or CorruptError if it is none.
     """
 
+    delta_range_bytes = SPAN_BYTES
     refusal = "this is a version of a live state, which ckpt.publish writes; it is only read"
 
     def __init__(self, store: Store) -> None:
@@ -214,7 +201,7 @@ class StoredVersion(ReadOnlyStore):
         """Returns the delta of areas since the version that the target is taken to have.
 
         Raises CorruptError for a damaged one. None without it: the target has a later version, or
-        the versions in between are gone, or have other tensors.
+        the versions in between are gone, or have other tensors, or it is long.
         """
         rank = self._ranks.get(name)
         if rank is None or self._since is None:
@@ -223,7 +210,8 @@ class StoredVersion(ReadOnlyStore):
             links = self.links(self._since, rank)
         except (GoneError, FormatError):
             return None
-        return _StoredDelta(self, rank, links, areas) if links else None
+        found = _StoredDelta(self, rank, links, areas) if links else None
+        return found if found is not None and found.nbytes <= MOST_BYTES else None
 
     def has_delta(self, area: Area) -> bool:
         """Whether there are deltas of such areas: of parts of chunks while a job follows."""
@@ -288,8 +276,8 @@ class StoredVersion(ReadOnlyStore):
         found, below = bytearray(hi - lo), self._open(self._below).files[rank]
         self._whole.read_into(below.name, below.header_bytes + lo - begin, memoryview(found))
         area = Area(lo, 1, (hi - lo,), (1,), False)
-        delta = _StoredDelta(self, rank, self.links(self._below, rank), [area])
-        delta.apply(area, area.of(memoryview(found)))
+        for link in self.links(self._below, rank):
+            _StoredDelta(self, rank, [link], [area]).apply(area, area.of(memoryview(found)))
         return found
 
 
@@ -309,9 +297,12 @@ class _StoredDelta:
         self._data_bytes = links[-1].data_bytes(rank)
         first = min(area.offset for area in areas) - self._begin
         end = max(area.offset + area.span for area in areas) - self._begin
-        self._first, last = first // FRAME_BYTES, -(-end // FRAME_BYTES)
-        self._frames = [file.frames(rank, self._first, last) for file in links]
-        self.nbytes = sum(len(frame) for some in self._frames for frame in some)
+        self._first, self._last = first // FRAME_BYTES, -(-end // FRAME_BYTES)
+        self.nbytes = sum(link.frames_bytes(rank, self._first, self._last) for link in links)
+
+    @cached_property
+    def _frames(self) -> list[list[bytes]]:
+        return [link.frames(self._rank, self._first, self._last) for link in self._links]
 
     def apply(self, area: Area, target: Array) -> bool:
         """Brings the elements of an area to the version.

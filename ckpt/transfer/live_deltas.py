@@ -327,6 +327,9 @@ class AnyDelta(Protocol):
 class DeltaReader(Reader, Protocol):
     """A reader that may have deltas since a version that a target has."""
 
+    delta_range_bytes: int
+    """The best size of a range of which there is a delta."""
+
     def delta(self, name: str, areas: Sequence[Area]) -> AnyDelta | None:
         """Returns the delta of areas of a file. None if there is none; raises FormatError."""
         ...

@@ -39,7 +39,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
 from mmap import mmap
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import xxhash
 
@@ -63,6 +63,8 @@ from formats.zip_plan import crc32
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from ckpt.transfer.live_deltas import DeltaReader
 
 MISSES = 2
 """The changed chunks of a range after which a probe takes the rest for changed."""
@@ -141,8 +143,6 @@ MAPPED_BYTES = 32 << 20
 """The largest part of a file in mapped memory whose elements are placed at a time."""
 DIRECT_BYTES = 8 << 20
 """Bytes of a tensor that one thread reads at a time into the tensor's memory."""
-DELTA_RANGE_BYTES = 1 << 20
-"""Bytes that a delta changes and that are verified while they are in the processor's cache."""
 THREAD_BYTES = 32 << 20
 """The caller itself reads fewer bytes than these in all: threads would cost more. Several reads
 from a server are different: each waits for an answer."""
@@ -224,8 +224,6 @@ class RangeReader:
         self._workers, self._limits = policy.workers, policy.limits
         self._unchanged, self._share = policy.unchanged, policy.share
         self._keeps = getattr(reader, "keeps", False)
-        self._joins = self._unchanged is Unchanged.DELTA and not hasattr(reader, "keeps")
-        """Whether one delta is asked for ranges that lie apart (rule 3)."""
         self._misses = 0
         """The groups of ranges whose target did not have the version before."""
         self._scratch = threading.local()
@@ -238,8 +236,9 @@ class RangeReader:
     ) -> None:
         """Fulfils all requests; `targets` has memory by number. Raises as `read_requests` does."""
         limits = self._limits
-        if self._joins:
-            limits = replace(limits, direct_bytes=min(limits.direct_bytes, DELTA_RANGE_BYTES))
+        if self._unchanged is Unchanged.DELTA:
+            most = cast("DeltaReader", self.reader).delta_range_bytes
+            limits = replace(limits, direct_bytes=min(limits.direct_bytes, most))
         ranges = byte_ranges_of(requests, bool(self.sums.verify), limits)
         self.read(ranges, targets, progress)
 
@@ -268,11 +267,11 @@ class RangeReader:
     ) -> None:
         changed = find_changed(ranges, call.targets, self._unchanged)
         is_delta = self._unchanged is Unchanged.DELTA
-        groups = delta_groups_of(changed) if self._joins else groups_of(changed, self._limits)
+        groups = delta_groups_of(changed) if is_delta else groups_of(changed, self._limits)
 
         def work(group: list[ByteRange]) -> None:
             left = self._without_delta(group, call) if is_delta else group
-            for part in groups_of(left, self._limits) if self._joins else [left] if left else []:
+            for part in groups_of(left, self._limits) if is_delta else [left]:
                 self._do(part, call)
             if self._keeps:
                 from ckpt.transfer.live_deltas import keep_areas  # as below

@@ -438,12 +438,15 @@ def test_neighbouring_frames_come_together_from_a_store_that_takes_time(alone: N
         begin, nbytes = version._newest.files[rank].header_bytes, version._newest.data_bytes(rank)
         kind = type(store)
         with patch.object(kind, "read", autospec=True, side_effect=kind.read) as reads:
-            for at in range(0, nbytes, FRAME_BYTES):
-                size = min(FRAME_BYTES, nbytes - at)
-                area = Area(begin + at, 1, (size,), (1,), False)
-                delta = version.delta(name, [area])
-                assert delta is not None
-                assert delta.nbytes > 0
+            areas = [
+                Area(begin + at, 1, (min(FRAME_BYTES, nbytes - at),), (1,), False)
+                for at in range(0, nbytes, FRAME_BYTES)
+            ]
+            delta = version.delta(name, areas)
+            assert delta is not None
+            assert delta.nbytes > 0
+            for area in areas:
+                assert delta.apply(area, np.zeros(area.shape, "u1"))
         assert nbytes > 2 * FRAME_BYTES
         assert reads.call_count == 1
 
