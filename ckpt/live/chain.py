@@ -143,10 +143,14 @@ def version_url(url: str, number: int, kind: str = VERSION) -> str:
     return join_url(url, f"{kind}{number:08d}")
 
 
-def newest_version(url: str, store: Store, folders: Sequence[str]) -> tuple[int, str] | None:
-    """Returns the number and the URL of the newest version that is there."""
+def newest_version(
+    url: str, store: Store, folders: Sequence[str], after: int
+) -> tuple[int, str] | None:
+    """Returns the number and the URL of the newest version above `after` that is there."""
     for number in reversed(version_numbers(folders)):
         place = version_url(url, number)
+        if number <= after:
+            break
         with open_store(place, store.options) as found:
             if found.exists(LIVE_VERSION):
                 return number, place

@@ -145,10 +145,10 @@ class ControlServer:
         if isinstance(request, Take):
             return self._take(client, request)
         if isinstance(request, Retire):
-            return {"ok": {"overdue": await self._retire(request)}}, ()
-        if isinstance(request, Reclaim):
             overdue = await self._retire(request)
-            return {"ok": {"held": self._drop(request.name, request.version, overdue)}}, ()
+            if isinstance(request, Reclaim):
+                return {"ok": {"held": self._drop(request.name, request.version, overdue)}}, ()
+            return {"ok": {"overdue": overdue}}, ()
         return {"ok": self._apply(client, request)}, ()
 
     def _apply(self, client: _Client, request: Request) -> dict[str, object]:
@@ -216,7 +216,7 @@ class ControlServer:
         if not is_token(token, self._host.token):
             raise RefusedError("token", "the token is wrong: the publisher's url has it")
 
-    async def _retire(self, request: Retire | Reclaim) -> bool:
+    async def _retire(self, request: Retire) -> bool:
         table, (name, version) = self._host.table, (request.name, request.version)
         table.retire(name, version, request.wait_seconds, monotonic())
         self._host.notify()

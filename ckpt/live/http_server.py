@@ -53,25 +53,32 @@ LAST_SECONDS = 1.0
 Headers = Sequence[tuple[str, str]]
 
 
-class Content(Protocol):
-    """A file to answer with. It stays open from `take` to the same number of calls of `give`."""
+class Content:
+    """A file to answer with. It closes after as many calls of `give` as of `take`."""
 
-    @property
-    def nbytes(self) -> int:
-        """The size."""
+    is_slow = False
+    """Whether a read may wait for a disk."""
 
-    @property
-    def is_slow(self) -> bool:
-        """Whether a read may wait for a disk."""
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes, self._users = nbytes, 0
 
     def take(self) -> None:
         """Keeps the file open."""
+        self._users += 1
 
     def give(self) -> None:
         """Lets the file be closed."""
+        self._users -= 1
+        if self._users == 0:
+            self.close()
+
+    def close(self) -> None:
+        """Closes the file."""
+        raise NotImplementedError
 
     def segments(self, lo: int, hi: int) -> Iterator[Segment]:
         """Yields the ranges of descriptors for bytes `lo` to `hi`."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

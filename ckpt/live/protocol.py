@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast, get_args
 
 from ckpt.errors import (
     AccessDeniedError,
@@ -207,12 +207,8 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class Reclaim:
+class Reclaim(Retire):
     """As `Retire` and, once its leases have ended, `Drop`."""
-
-    name: str
-    version: int
-    wait_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,19 +251,7 @@ class Remove:
 Request: TypeAlias = (
     Hello | Own | Put | Commit | Retire | Drop | Reclaim | Get | Take | Versions | Remove
 )
-_REQUESTS: Mapping[str, type] = {
-    "hello": Hello,
-    "own": Own,
-    "put": Put,
-    "commit": Commit,
-    "retire": Retire,
-    "drop": Drop,
-    "reclaim": Reclaim,
-    "get": Get,
-    "take": Take,
-    "versions": Versions,
-    "remove": Remove,
-}
+_REQUESTS: Mapping[str, type] = {kind.__name__.lower(): kind for kind in get_args(Request)}
 
 
 def request_of(message: bytes) -> Request:
@@ -285,9 +269,8 @@ def request_of(message: bytes) -> Request:
 
 def request_message(request: Request) -> bytes:
     """Returns the message of a request."""
-    do = next(do for do, kind in _REQUESTS.items() if kind is type(request))
     values = {field.name: _plain(getattr(request, field.name)) for field in fields(request)}
-    return json_bytes({"do": do, **values})
+    return json_bytes({"do": type(request).__name__.lower(), **values})
 
 
 def object_of(data: bytes, what: str) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from urllib.parse import quote, quote_from_bytes, unquote_to_bytes
 
 from ckpt.live.http_server import (
     EVERY_ADDRESS,
+    Content,
     HttpAnswer,
     HttpConnection,
     HttpRequest,
@@ -141,29 +142,16 @@ _PAGE_HEADERS = (
 )
 
 
-class DiskFile:
+class DiskFile(Content):
     """An open file of a disk, which closes when it has been sent."""
 
     is_slow = True
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._users = 0
-        self.status = os.fstat(descriptor)
-        self.nbytes = self.status.st_size
-
-    def take(self) -> None:
-        """Keeps the file open."""
-        self._users += 1
-
-    def give(self) -> None:
-        """Lets the file be closed."""
-        self._users -= 1
-        if self._users == 0:
-            self.close()
+        self._descriptor, self.status = descriptor, os.fstat(descriptor)
+        super().__init__(self.status.st_size)
 
     def close(self) -> None:
-        """Closes the file."""
         os.close(self._descriptor)
 
     def segments(self, lo: int, hi: int) -> Iterator[Segment]:

@@ -16,33 +16,28 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from ckpt.live.http_server import Content
 from ckpt.live.protocol import RefusedError, Segment
 from ckpt.saving.arena import GENERATION, NO_DATA, is_sealed, map_memory, new_memory
 from ckpt.stores.local_files import IO_VECTORS
 
 
-class MemoryFile:
-    """A file of segments. Its descriptors close when it is forgotten and nobody sends it."""
+class MemoryFile(Content):
+    """A file of segments. Its descriptors close when it is forgotten and nobody sends it.
 
-    is_slow = False
+    The owner calls `give` once to forget it.
+    """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.parts = tuple(segments)
-        self.nbytes = sum(segment.nbytes for segment in segments)
-        self._users = 1
+        super().__init__(sum(segment.nbytes for segment in segments))
+        self.take()
         self._mapped: SharedFile | None = None
 
-    def take(self) -> None:
-        """Keeps the descriptors open."""
-        self._users += 1
-
-    def give(self) -> None:
-        """Lets the descriptors be closed; the owner calls this once to forget the file."""
-        self._users -= 1
-        if self._users == 0:
-            self._mapped = None
-            for descriptor in {part.descriptor for part in self.parts}:
-                os.close(descriptor)
+    def close(self) -> None:
+        self._mapped = None
+        for descriptor in {part.descriptor for part in self.parts}:
+            os.close(descriptor)
 
     def mapped(self) -> SharedFile:
         """Returns the file as one that is read in this process; kept while the file is open."""

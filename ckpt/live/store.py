@@ -19,14 +19,14 @@ from __future__ import annotations
 import http.client
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from errno import ENOENT
 from itertools import groupby
 from operator import attrgetter
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ckpt.errors import (
     NotACheckpointError,
@@ -458,9 +458,6 @@ class LiveStore(ReadOnlyStore):
         raise refusal_error(answer, self._live.shown, version)
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True, slots=True)
 class NewsAnswer:
     """The versions of a live state."""
@@ -473,8 +470,7 @@ class NewsAnswer:
 
 def _lease_in(found: Mapping[str, object], where: str) -> _Lease:
     """Returns the lease in the object of an answer. Raises ProtocolError."""
-
-    def check() -> _Lease:
+    with _checked(where):
         return _Lease(
             version_in("version", found["version"]),
             text_in("lease", found["lease"]),
@@ -483,14 +479,11 @@ def _lease_in(found: Mapping[str, object], where: str) -> _Lease:
             text_in("server", found["server"]),
         )
 
-    return _read(check, where)
-
 
 def news_in(answer: Answer, where: str) -> NewsAnswer:
     """Returns the versions in an answer. Raises ProtocolError."""
     found = json_of(answer, where)
-
-    def check() -> NewsAnswer:
+    with _checked(where):
         newest, versions = found["newest"], found["versions"]
         if not isinstance(versions, list):
             raise RefusedError("protocol", f"versions={versions!r:.80} is no list")
@@ -499,8 +492,6 @@ def news_in(answer: Answer, where: str) -> NewsAnswer:
             tuple(version_in("versions", version) for version in versions),
             text_in("server", found["server"]),
         )
-
-    return _read(check, where)
 
 
 def refusal_error(answer: Answer, where: str, version: int | None) -> CkptError:
@@ -520,9 +511,10 @@ def refusal_error(answer: Answer, where: str, version: int | None) -> CkptError:
     )
 
 
-def _read(checked: Callable[[], T], where: str) -> T:
+@contextmanager
+def _checked(where: str) -> Iterator[None]:
     try:
-        return checked()
+        yield
     except KeyError as error:
         raise ProtocolError(f"{where}: the answer has no {error}") from None
     except RefusedError as error:

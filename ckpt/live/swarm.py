@@ -422,25 +422,21 @@ def _end_of(file: str) -> str:
     return file.rpartition("-")[2]
 
 
-_SHARES: dict[tuple[str, int, str], Share] = {}
+_SHARES: dict[str, Share] = {}
 _LOCK = threading.Lock()
-
-
-def _key_of(url: str) -> tuple[str, int, str]:
-    address = parse(url)
-    return address.host, address.port, address.name
 
 
 def share_of(url: str) -> Share | None:
     """Returns the share of a live state in this process, if it shares the state."""
-    return _SHARES.get(_key_of(url))
+    return _SHARES.get(parse(url).at(None).shown)
 
 
 @contextmanager
 def sharing(url: str, options: Mapping[str, object]) -> Iterator[None]:
     """Shares what this process reads of a live state, for the time of the block."""
+    state = parse(url).at(None).shown
     with _LOCK:
-        share = _SHARES[_key_of(url)] = share_of(url) or Share(url, options)
+        share = _SHARES[state] = _SHARES.get(state) or Share(url, options)
         share.users += 1
     try:
         yield
@@ -448,5 +444,5 @@ def sharing(url: str, options: Mapping[str, object]) -> Iterator[None]:
         with _LOCK:
             share.users -= 1
             if not share.users:
-                del _SHARES[_key_of(url)]
+                del _SHARES[state]
                 share.close()

@@ -266,7 +266,7 @@ def _match(
     """Matches an opened checkpoint, perhaps under other `names`, with the target."""
     budget = memory_budget()
     is_kept = bool(_KEPT) and names is None and is_live(source.store.url)
-    kept = _KEPT.get(_place_of(source.store.url)) if is_kept else None
+    kept = _KEPT.get(parse(source.store.url).at(None).shown) if is_kept else None
     key = None if kept is None else _match_key(source.catalog, state, options, ranks)
     fitted = None if kept is None else kept.take(key, state, ranks)
     if fitted is None:
@@ -347,17 +347,12 @@ class KeptMatch:
         )
 
 
-_KEPT: WeakValueDictionary[tuple[str, int, str], KeptMatch] = WeakValueDictionary()
+_KEPT: WeakValueDictionary[str, KeptMatch] = WeakValueDictionary()
 
 
 def keep_match(url: str) -> KeptMatch:
     """Returns an object; as long as it lives, loads from this live state keep their match."""
-    return _KEPT.setdefault(_place_of(url), KeptMatch())
-
-
-def _place_of(url: str) -> tuple[str, int, str]:
-    address = parse(url)
-    return address.host, address.port, address.name
+    return _KEPT.setdefault(parse(url).at(None).shown, KeptMatch())
 
 
 def _match_key(catalog: Catalog, state: object, options: LoadOptions, ranks: Ranks) -> object:

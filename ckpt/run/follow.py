@@ -8,7 +8,7 @@ noticed while nothing is published.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import monotonic, sleep
@@ -23,7 +23,7 @@ from ckpt.loading.agreement import keep_match
 from ckpt.run.policy import RunStep
 from ckpt.run.steps import list_steps
 from ckpt.stores.addresses import LiveUrl, parse
-from ckpt.stores.store import Options, Store, is_live, join_url, open_store
+from ckpt.stores.store import Options, is_live, join_url, open_store
 from formats.native.manifest import MANIFEST
 from sharding.agreement.ranks import Ranks, result_or_error
 from sharding.errors import ArgumentError
@@ -227,7 +227,9 @@ def _looks_at_folder(url: str, pause: float, options: Options) -> _Look:
             with open_store(url, options) as store:
                 folders = store.folders()
                 if version_numbers(folders):
-                    return _newest_stored(url, store, folders, seen)
+                    after = -1 if seen is None else seen.number
+                    found = newest_version(url, store, folders, after)
+                    return None if found is None else _Seen(*found)
         for step in list_steps(url, options).steps:
             if seen is not None and not seen.is_before(step):
                 return None
@@ -237,12 +239,3 @@ def _looks_at_folder(url: str, pause: float, options: Options) -> _Look:
         return None
 
     return look
-
-
-def _newest_stored(
-    url: str, store: Store, folders: Sequence[str], seen: _Seen | None
-) -> _Seen | None:
-    """Returns the newest version of a live state in a folder, if it is newer than `seen`."""
-    found = newest_version(url, store, folders)
-    is_old = found is None or (seen is not None and found[0] <= seen.number)
-    return None if found is None or is_old else _Seen(*found)
