@@ -12,7 +12,7 @@ A part is a file of the folder, or a sub-folder that `below` reads. Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -29,6 +29,7 @@ from formats.catalog import (
     join,
     map_tree,
 )
+from formats.detect import folder_format
 from formats.errors import FormatError
 from formats.storage import Reader
 from sharding.layout import Box
@@ -97,6 +98,22 @@ def below(reader: Reader, folder: str, read: Callable[[Reader], Catalog]) -> Cat
         files=tuple(replace(file, name=f"{folder}/{file.name}") for file in inner.files),
         parts=tuple((join_folder(folder, deeper), catalog) for deeper, catalog in origins),
     )
+
+
+def join_folders(
+    name: str, reader: Reader, folders: Sequence[str], files: Sequence[FileRecord] = ()
+) -> Catalog:
+    """Returns the catalog of sub-folders, each at its name. A note names those without weights."""
+    kinds = {folder: folder_format(reader.entries(folder)) for folder in folders}
+    parts = [
+        Part((folder,), below(reader, folder, kind.read))
+        for folder, kind in kinds.items()
+        if kind is not None
+    ]
+    rest = [folder for folder, kind in kinds.items() if kind is None]
+    notes = [note for part in parts for note in part.catalog.notes]
+    notes += [f"without weights, and not part of the checkpoint: {', '.join(rest)}"] if rest else []
+    return replace(join_catalogs(name, parts, files, {}), notes=tuple(dict.fromkeys(notes)))
 
 
 def under(catalog: Catalog, place: str) -> Catalog:

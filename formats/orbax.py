@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 from operator import add, lt, mod, mul
@@ -41,7 +41,7 @@ from formats.catalog import (
 from formats.dcp.nest import unflatten
 from formats.dtypes import BY_TORCH_NAME, DType
 from formats.errors import CorruptError, FormatError, HostileError
-from formats.joined import Part, below, join_catalogs
+from formats.joined import join_folders
 from formats.limits import DEPTH, ELEMENTS, check, decode_object
 from formats.ocdbt import Value
 from formats.pickles.records import is_shape
@@ -76,17 +76,11 @@ def read(reader: Reader) -> Catalog:
     entries = reader.entries()
     if METADATA in entries:
         return _item(reader)
-    items = [
-        entry[:-1]
-        for entry in entries
-        if entry.endswith("/") and METADATA in reader.entries(entry[:-1])
-    ]
-    if not items:
+    folders = [entry[:-1] for entry in entries if entry.endswith("/")]
+    found = join_folders("orbax", reader, folders, [FileRecord(STEP, reader.size(STEP))])
+    if not found.parts:
         raise FormatError(f"{reader.url}: no folder in it has a {METADATA} of Orbax; copy all")
-    parts = [Part((item,), below(reader, item, _item)) for item in items]
-    notes = dict.fromkeys(note for part in parts for note in part.catalog.notes)
-    found = join_catalogs("orbax", parts, [FileRecord(STEP, reader.size(STEP))])
-    return replace(found, notes=tuple(notes))
+    return found
 
 
 def _item(reader: Reader) -> Catalog:

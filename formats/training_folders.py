@@ -53,9 +53,8 @@ from dataclasses import dataclass, replace
 from formats import dcp, torch_save
 from formats.catalog import Catalog, FileRecord, Tree
 from formats.deepspeed import folder as deepspeed
-from formats.detect import folder_format
 from formats.errors import CorruptError, UnsupportedError
-from formats.joined import Part, below, join_catalogs, under
+from formats.joined import Part, below, join_catalogs, join_folders, under
 from formats.limits import check, decode_object
 from formats.safetensors import huggingface
 from formats.safetensors.huggingface import BASES, choose
@@ -231,22 +230,6 @@ def read_pipeline(reader: Reader) -> Catalog:
             "folder again"
         )
     return join_folders("diffusers", reader, wanted, index.files)
-
-
-def join_folders(
-    name: str, reader: Reader, folders: Sequence[str], files: Sequence[FileRecord] = ()
-) -> Catalog:
-    """Returns the catalog of sub-folders, each at its name. A note names those without weights."""
-    kinds = {folder: folder_format(reader.entries(folder)) for folder in folders}
-    parts = [
-        Part((folder,), below(reader, folder, kind.read))
-        for folder, kind in kinds.items()
-        if kind is not None
-    ]
-    rest = [folder for folder, kind in kinds.items() if kind is None]
-    notes = [note for part in parts for note in part.catalog.notes]
-    notes += [f"without weights, and not part of the checkpoint: {', '.join(rest)}"] if rest else []
-    return replace(join_catalogs(name, parts, files, {}), notes=tuple(notes))
 
 
 COMMON = "common.pt"

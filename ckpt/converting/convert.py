@@ -33,12 +33,11 @@ from ckpt.converting.native_target import (
     write_native,
 )
 from ckpt.converting.target_formats import (
+    SHOWN_NAMES,
     Format,
     became_text,
     check_any_is_left,
-    check_can_hold,
     check_names,
-    check_nothing_is_lost,
     check_values,
     format_of,
     losses,
@@ -57,7 +56,7 @@ from ckpt.converting.targets import (
 )
 from ckpt.mapping.apply import Mapped
 from ckpt.mapping.changes import Changes, MappingName, Part
-from ckpt.mapping.model_files import ModelFiles, base_name_of, config_of, plans_of
+from ckpt.mapping.model_files import ModelFiles, base_name_of, config_of, content_beside
 from ckpt.opening.sources import Source, open_source
 from ckpt.state.patterns import Casts
 from ckpt.stores.local_files import explained_on_disk
@@ -435,13 +434,24 @@ class Target:
 
     def check(self, changes: Changes, resume: bool, group: Group) -> None:
         """Raises ArgumentError for options that the format does not have."""
-        check_can_hold(self.format, self.url, self.kind, self.world_size, self.compress)
+        place = f"{without_secrets(self.url)} would be written as {self.format.value}"
+        if self.compress and self.format is not Format.CKPT:
+            raise ArgumentError(
+                f"{place}, which is not compressed; only ckpt's own format is: convert to a folder "
+                "with to='ckpt', or leave out compress=True"
+            )
+        is_whole = self.kind in (None, Kind.FULL) and self.world_size in (None, 1)
+        if self.format is not Format.CKPT and not is_whole:
+            raise ArgumentError(
+                f"{place}, which has whole tensors that belong to no rank; only ckpt's own format "
+                "is divided among ranks: convert to a folder with to='ckpt', or leave out kind= "
+                "and world_size="
+            )
         is_folder = self.format in (Format.HUGGINGFACE, Format.DCP)
         if resume and not (is_folder and local_path(self.url) is not None):
             raise ArgumentError(
-                f"{without_secrets(self.url)} would be written as {self.format.value}; a "
-                "conversion can go on only to a folder of hf or dcp on a disk, whose files are "
-                "complete one by one: leave out resume=True"
+                f"{place}; a conversion can go on only to a folder of hf or dcp on a disk, whose "
+                "files are complete one by one: leave out resume=True"
             )
         if resume and group != SELF:
             raise ArgumentError(
@@ -485,13 +495,10 @@ class Target:
         changes: Changes,
         files: ModelFiles | None,
         casts: Casts,
-        allow_loss: bool | None,
+        allow_loss: bool,
         progress: Progress | None = None,
     ) -> Described:
-        """Returns the tensors to write. Raises as `convert` if they cannot be written.
-
-        Without an `allow_loss` the losses are known.
-        """
+        """Returns the tensors to write. Raises as `convert` if they cannot be written."""
         changed = changes.apply(source)
         tree, opaque = without_opaque(changed.catalog.tree)
         if isinstance(changed.catalog.tree, OpaqueValue):
@@ -503,25 +510,29 @@ class Target:
         mapped = replace(changed, catalog=replace(changed.catalog, tree=tree))
         untied = self.unties(files)
         state = outgoing(source.url, source.store, mapped.catalog, casts, progress, untied)
-        if allow_loss is None:
-            return Described(mapped, opaque, state)
         check_values(self.format, state)
         lost = tuple(losses(source.catalog, changes, changed.catalog.tree, state, self.format))
         if files is not None:
             lost += check_names(source, changes, state, files)
         if not allow_loss:
             check_any_is_left(self.format, state, source.url, opaque)
-            check_nothing_is_lost(source.url, lost)
+            if lost:
+                more = f"; and {len(lost) - SHOWN_NAMES} more" if len(lost) > SHOWN_NAMES else ""
+                raise UnsupportedError(
+                    f"{without_secrets(source.url)}: {len(lost)} of its weights would be lost: "
+                    f"{'; '.join(lost[:SHOWN_NAMES])}{more}. Nothing was written: name the part to "
+                    "convert (select=, include=, exclude=), or pass allow_loss=True to convert the "
+                    "rest"
+                )
         return Described(mapped, opaque, state, lost)
 
     def plans(
         self, state: StoredState, files: ModelFiles | None, casts: Casts
     ) -> Sequence[FilePlan]:
         """Returns the files of a format other than ckpt's."""
-        beside: Sequence[FilePlan] = ()
-        if self.format is Format.HUGGINGFACE:
-            beside = plans_of(files or ModelFiles(), casts, dtypes_of(state), "the source")
-        return [*beside, *self.tensor_plans(state, files)]
+        beside = content_beside(files or ModelFiles(), casts, dtypes_of(state), "the source")
+        small = [FilePlan(name, [data]) for name, data in beside.items()]
+        return [*small, *self.tensor_plans(state, files)]
 
     def tensor_plans(self, state: StoredState, files: ModelFiles | None) -> Sequence[FilePlan]:
         """Returns the files with tensors, and their index, of a format other than ckpt's."""

@@ -36,7 +36,7 @@ from sharding.kind import Kind
 from sharding.layout import Box, FlatShard, Layout, Mesh, Piece, Placement, Replicate, Shape, Shard
 
 WORLD = "world"
-"""A save's name for the one mesh axis over all ranks of plain tensors and flat parts."""
+"""The name of the one mesh axis over all ranks, as of a save's plain tensors and flat parts."""
 ROWS = "dim_0"
 """Torch's name for the one axis of a mesh without names."""
 
@@ -159,8 +159,6 @@ def check_kind(kind: str | None, world_size: int | None) -> tuple[Kind | None, i
     return chosen, world_size or 1
 
 
-AXIS = "world"
-"""The name of the one axis of a mesh that the caller does not describe."""
 _AXIS = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=([1-9][0-9]{0,8})")
 _PLACEMENT = re.compile(r"replicate|shard\(([0-9]{1,3})\)")
 
@@ -253,7 +251,7 @@ def parse_mesh(text: str | None, world_size: int) -> Mesh:
     ((2, 4), ('world',))
     """
     if text is None:
-        return Mesh.grid((AXIS,), (world_size,))
+        return Mesh.grid((WORLD,), (world_size,))
     found = [_AXIS.fullmatch(axis.strip()) for axis in text.split(",")]
     axes = [(each[1], int(each[2])) for each in found if each]
     if len(axes) < len(found) or len({name for name, _ in axes}) < len(axes):

@@ -32,7 +32,7 @@ from ckpt.converting.target_formats import Format, format_of, of_weights
 from ckpt.converting.targets import NewFiles
 from ckpt.errors import StoreError
 from ckpt.mapping.changes import Changes, MappingName, Part
-from ckpt.mapping.model_files import ModelFiles, plans_of, read_configs, read_model_files
+from ckpt.mapping.model_files import ModelFiles, content_beside, read_configs, read_model_files
 from ckpt.opening.sources import Source, open_source
 from ckpt.plan.save_plan import SavePlan
 from ckpt.state.patterns import Casts
@@ -47,7 +47,7 @@ from ckpt.stores.store import (
     split_url,
 )
 from ckpt.transfer.copy_shares import hash_of
-from formats.catalog import Catalog, Extent, FilePlan, Pieces, PieceTable, StoredPiece, TensorRecord
+from formats.catalog import Catalog, Extent, Pieces, PieceTable, StoredPiece, TensorRecord
 from formats.native.reader import NativePieces
 from formats.native.shard import Progress, ShardSummary
 from formats.storage import MadeFiles
@@ -166,10 +166,8 @@ class SecondOutput:
         to_write = self._describe(source, configs, self.allow_loss)
         plans = target.tensor_plans(to_write.state, configs)
         has_sums = any(plan.needs_sums or plan.chunk_bytes for plan in plans)
-        beside: tuple[FilePlan, ...] = ()
-        if target.format is Format.HUGGINGFACE:
-            dtypes = dtypes_of(to_write.state)
-            beside = tuple(plans_of(configs or ModelFiles(), Casts.of(self.dtype), dtypes, "also"))
+        dtypes = dtypes_of(to_write.state)
+        beside = content_beside(configs or ModelFiles(), Casts.of(self.dtype), dtypes, "also")
         planned = Planned(tuple(plan.name for plan in plans), has_sums, beside)
         _last[:] = [(described.tensors, key, planned)]
         return planned
@@ -192,9 +190,12 @@ class SecondOutput:
                 if is_first:
                     self.check(store, is_first)
                     writer = stack.enter_context(target.open_writer())
-                    for plan in self._files_beside(planned):
-                        with writer.create(plan.name) as file:
-                            file.write(cast("Sequence[bytes]", plan.parts))
+                    content = planned.beside
+                    if self.config is not None and content:  # others of the model too
+                        content = {**read_model_files(self.config).content, **content}
+                    for name, data in content.items():
+                        with writer.create(name) as file:
+                            file.write([data])
                     for name in () if is_far else planned.names:
                         made: Any = stack.enter_context(writer.create(name))
                         places[name] = made.path
@@ -222,14 +223,6 @@ class SecondOutput:
                     )
             ranks.run_on_all("completing a second output", stack.close)
 
-    def _files_beside(self, planned: Planned) -> Sequence[FilePlan]:
-        """Returns the configuration as planned, and the other small files of the model."""
-        if self.config is None or not planned.beside:
-            return ()
-        changed = {plan.name: plan for plan in planned.beside}
-        content = read_model_files(self.config).content
-        return [changed.get(name, FilePlan(name, [data])) for name, data in content.items()]
-
     def _job(
         self, save: CommittedSave, places: Mapping[str, str | None], by_pieces: bool, is_first: bool
     ) -> Job:
@@ -252,7 +245,7 @@ class SecondOutput:
         self,
         source: Source,
         configs: ModelFiles | None,
-        allow_loss: bool | None,
+        allow_loss: bool,
         progress: Progress | None = None,
     ) -> Described:
         target, casts = self._target(), Casts.of(self.dtype)
@@ -307,7 +300,7 @@ class Planned:
     """The files with tensors, and their index, in their order."""
     has_sums: bool
     """Whether a file has checksums of whole tensors."""
-    beside: tuple[FilePlan, ...] = ()
+    beside: Mapping[str, bytes]
     """The configuration, with the dtype of the weights."""
 
     def at(self, target: Target) -> Planned:
@@ -378,7 +371,7 @@ def work(
         reader = cast(Store, MadeFiles(source.store, fill))
         catalog = replace(source.catalog, tensors=records)
         staged = Source(source.url, reader, catalog)
-        state = job.output._describe(staged, job.configs, None, count).state
+        state = job.output._describe(staged, job.configs, True, count).state
         plans, copier = target.tensor_plans(state, job.configs), state.copier
         todo = [file_plan for file_plan in plans if file_plan.name in job.places]
         is_far = None in job.places.values()

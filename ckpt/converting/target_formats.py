@@ -38,7 +38,6 @@ from formats.detect import ENDINGS, WRITTEN
 from formats.errors import FormatError, UnsupportedError
 from formats.safetensors.file import is_carried
 from sharding.errors import ArgumentError, format_names, without_secrets
-from sharding.kind import Kind
 
 
 class Format(str, Enum):
@@ -186,25 +185,6 @@ def _changed_by_dcp(state: Outgoing) -> Iterator[tuple[str, bool]]:
     return lost(state.tree)
 
 
-def check_can_hold(
-    chosen: Format, target: str, kind: Kind | None, ranks: int | None, compress: bool
-) -> None:
-    """Raises ArgumentError if a format cannot be divided or compressed as requested."""
-    if compress and chosen is not Format.CKPT:
-        raise ArgumentError(
-            f"{without_secrets(target)} would be written as {chosen.value}, which is not "
-            "compressed; only ckpt's own format is: convert to a folder with to='ckpt', "
-            "or leave out compress=True"
-        )
-    is_whole = kind in (None, Kind.FULL) and ranks in (None, 1)
-    if chosen is not Format.CKPT and not is_whole:
-        raise ArgumentError(
-            f"{without_secrets(target)} would be written as {chosen.value}, which has whole "
-            "tensors that belong to no rank; only ckpt's own format is divided among ranks: "
-            "convert to a folder with to='ckpt', or leave out kind= and world_size="
-        )
-
-
 SHOWN_NAMES = 200
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_forward_module")
 """Names that DDP, torch.compile, FSDP and Lightning put before those of a module."""
@@ -212,18 +192,6 @@ _HEADS = frozenset(("lm_head", "classifier", "score", "cls", "qa_outputs"))
 """Modules that transformers puts beside a base model, never into it."""
 _MADE_ANEW = ("position_ids", "inv_freq", "masked_bias", "num_batches_tracked")
 """Endings of buffers that older files have and a model makes itself."""
-
-
-def check_nothing_is_lost(source: str, lost: Sequence[str]) -> None:
-    """Raises UnsupportedError with all losses."""
-    if lost:
-        more = f"; and {len(lost) - SHOWN_NAMES} more" if len(lost) > SHOWN_NAMES else ""
-        named = "; ".join(lost[:SHOWN_NAMES])
-        raise UnsupportedError(
-            f"{without_secrets(source)}: {len(lost)} of its weights would be lost: {named}{more}. "
-            "Nothing was written: name the part to convert (select=, include=, exclude=), or pass "
-            "allow_loss=True to convert the rest"
-        )
 
 
 def check_names(

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from ckpt.errors import NotACheckpointError
 from ckpt.state.patterns import FLOATS, Casts
 from ckpt.stores.store import open_store, split_url
-from formats.catalog import Catalog, FilePlan
+from formats.catalog import Catalog
 from formats.detect import ENDINGS, OF_WEIGHTS
 from formats.dtypes import DType
 from formats.limits import check, current, decode_object
@@ -221,9 +221,9 @@ def config_of(files: ModelFiles, where: str) -> Mapping[str, object]:
     return {} if content is None else decode_object(content, f"{where}/{CONFIG}", nan=True)
 
 
-def plans_of(
+def content_beside(
     files: ModelFiles, casts: Casts, written: Collection[DType], where: str
-) -> list[FilePlan]:
+) -> dict[str, bytes]:
     """Returns the files to write beside weights of the `written` dtypes (rule 3)."""
     content = dict(files.content)
     config = dict(config_of(files, where))
@@ -236,4 +236,4 @@ def plans_of(
     if dtype is not None and CONFIG in content and config.get(key) != dtype.torch_name:
         config[key] = dtype.torch_name
         content[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
-    return [FilePlan(name, [data]) for name, data in content.items()]
+    return content

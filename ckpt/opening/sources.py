@@ -240,7 +240,7 @@ def _of_no_format(store: Store, entries: Sequence[str], with_advice: bool) -> Ca
     with suppress(OSError):
         adapters = [one for one in folders if ADAPTER in store.entries(one)]
         if adapters:
-            from formats.training_folders import join_folders
+            from formats.joined import join_folders
 
             return join_folders("peft", store, adapters)
     raise NotACheckpointError(text + (advice_at(store, entries) if with_advice else ""))
