@@ -347,9 +347,13 @@ def _compare(
         if right is None or (left.name, right.name) in pairs:
             continue
         pairs.add((left.name, right.name))
-        described = _compare_description(name, left, right, with_dtype)
-        if described is not None:
-            differences.append(described)
+        if left.shape != right.shape:
+            detail = f"shape {list(left.shape)} in A, {list(right.shape)} in B"
+            differences.append(TensorDifference(name, "shape", detail))
+            continue
+        if with_dtype and left.dtype != right.dtype:
+            detail = f"dtype {left.dtype} in A, {right.dtype} in B"
+            differences.append(TensorDifference(name, "dtype", detail))
             continue
         ranges = [(0, prod(left.shape))] if read_all else unlike_ranges(left, right)
         numbers = compare_elements(a.engine, left, b.engine, right, ranges, tolerance, progress)
@@ -382,17 +386,6 @@ def _compare(
         max_abs=max_abs,
         notes=notes,
     )
-
-
-def _compare_description(
-    name: str, a: TensorRecord, b: TensorRecord, with_dtype: bool
-) -> TensorDifference | None:
-    """Returns the difference in shape or dtype of two tensors; None without one."""
-    if a.shape != b.shape:
-        return TensorDifference(name, "shape", f"shape {list(a.shape)} in A, {list(b.shape)} in B")
-    if with_dtype and a.dtype != b.dtype:
-        return TensorDifference(name, "dtype", f"dtype {a.dtype} in A, {b.dtype} in B")
-    return None
 
 
 def _values_difference(name: str, record: TensorRecord, found: Numbers) -> TensorDifference:
@@ -462,19 +455,16 @@ def _compare_values(
         both = a_text is not None and b_text is not None
         if not both or not same_value(a.values[name], b.values[name], tolerance):
             differences.append(ValueDifference(name, a_text, b_text))
-    return tuple(differences), _about_opaque(a.values, b.values)
+    common = [name for name in a.values if name in b.values]
+    opaque = [name for name in common if isinstance(a.values[name], OpaqueValue)]
+    names = format_names(opaque, SHOWN_NAMES)
+    notes = (f"{names} were compared by their classes alone: objects",) if opaque else ()
+    return tuple(differences), notes
 
 
 def _is_flat_beside(kind: str, other: str) -> bool:
     """Whether values and nests of one format are not compared with those of another."""
     return kind in FLAT_FORMATS or (kind == GGUF != other)
-
-
-def _about_opaque(a: Mapping[str, Tree], b: Mapping[str, Tree]) -> tuple[str, ...]:
-    """Returns a note on the opaque values that two checkpoints have; none without any."""
-    opaque = [name for name, value in a.items() if isinstance(value, OpaqueValue) and name in b]
-    names = format_names(opaque, SHOWN_NAMES)
-    return (f"{names} were compared by their classes alone: objects",) if opaque else ()
 
 
 def _compare_structure(a: _Side, b: _Side) -> tuple[StructureDifference, ...]:

@@ -32,7 +32,7 @@ from itertools import product
 from math import prod
 from mmap import mmap
 from operator import mul
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ckpt.arguments import memory_budget, workers_for
 from ckpt.plan.copy_plan import (
@@ -258,7 +258,7 @@ class _FileCopy:
         self._units = copier.units(plan)
         self._nbytes = sum(map(length_of, plan.parts))
         kind = ChunkSums if plan.chunk_bytes else Crc32Sums
-        self._sums = kind(plan) if is_summed else None
+        self._sums: TensorSums[Any] | None = kind(plan) if is_summed else None
         self._taking = threading.Lock()
         self._changed = threading.Condition()
         """Notified after each unit; guards the attributes below."""
@@ -361,9 +361,10 @@ class _FileCopy:
         sums = self._sums
         if sums is None:
             return True
-        add_all = sums.take(unit.runs, memory)
+        found = [(run, sums.of(run, memory[run.at : run.at + run.nbytes])) for run in unit.runs]
         with self._changed:
-            add_all()
+            for run, sum_of_run in found:
+                sums.add(run, sum_of_run)
             self._changed.notify_all()
         for at, tensors, part in unit.late:
             with self._changed:
@@ -421,19 +422,6 @@ class TensorSums(ABC, Generic[_Sum]):
     @abstractmethod
     def _whole(self, tensor: int, nbytes: int) -> bytes | None:
         """Returns the records of a tensor, and forgets them; None unless all runs were added."""
-
-    def take(self, runs: Sequence[TensorRun], memory: memoryview) -> Callable[[], None]:
-        """Takes the checksums of runs, whose places are bytes of `memory`. The result adds them.
-
-        The caller calls the result while no other thread adds or asks.
-        """
-        found = [(run, self.of(run, memory[run.at : run.at + run.nbytes])) for run in runs]
-
-        def add_all() -> None:
-            for run, chunk in found:
-                self.add(run, chunk)
-
-        return add_all
 
     def has(self, tensors: int) -> bool:
         """Whether the records of the first `tensors` tensors are known."""

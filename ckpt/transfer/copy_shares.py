@@ -81,7 +81,11 @@ def write_plans(
     if ranks.is_single_process:
         with placed() as writer:
             return copier.write(writer, plans)
-    _check_same(ranks, plans)
+    if not ranks.agree("planning", hashes={"plans": hash_of(plans)}).same["plans"]:
+        raise StoreError(
+            "the ranks have read different checkpoints, or convert to different places: give all "
+            "ranks the same arguments, and do not replace the checkpoint meanwhile"
+        )
     if is_far:
         with placed() as writer:
             return _write_files(ranks, copier, writer, plans)
@@ -138,14 +142,6 @@ def hash_of(plans: Sequence[FilePlan]) -> int:
             if isinstance(part, bytes):
                 hasher.update(part)
     return hasher.intdigest() >> (64 - HASH_BITS)
-
-
-def _check_same(ranks: Ranks, plans: Sequence[FilePlan]) -> None:
-    if not ranks.agree("planning", hashes={"plans": hash_of(plans)}).same["plans"]:
-        raise StoreError(
-            "the ranks have read different checkpoints, or convert to different places: give all "
-            "ranks the same arguments, and do not replace the checkpoint meanwhile"
-        )
 
 
 def _open_on_all(
