@@ -36,7 +36,6 @@ from formats.catalog import (
     Tree,
     check_inside,
     encode_name,
-    plain_names,
 )
 from formats.dtypes import DType
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
@@ -134,11 +133,6 @@ def plan(name: str, state: Outgoing) -> FilePlan:
         for tensor in state.tensors.values()
     ]
     return FilePlan(name, zip_parts(members))
-
-
-def omissions(state: Outgoing) -> tuple[str, ...]:
-    """Returns the key paths of plain values and the tied names of a state, which a file lacks."""
-    return (*plain_names(state.tree), *state.aliases)
 
 
 def _build_header(tensor: OutgoingTensor) -> bytes:

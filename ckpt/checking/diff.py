@@ -369,7 +369,12 @@ def _compare(
     for side in (a, b):
         side.engine.finish()
     values, notes = _compare_values(a, b, tolerance) if with_values else ((), ())
-    structure = _compare_structure(a, b) if with_values else ()
+    structure: tuple[StructureDifference, ...] = ()
+    kinds = {side.source.catalog.format for side in (a, b)}
+    is_flat = any(_is_flat_beside(kind, other) for kind in kinds for other in kinds)
+    if with_values and not is_flat:
+        with_keys = "dcp" not in kinds or len(kinds) == 1
+        structure = compare_structure(a.structure, b.structure, with_keys)
     return Comparison(
         a=a.source.url,
         b=b.source.url,
@@ -465,14 +470,6 @@ def _compare_values(
 def _is_flat_beside(kind: str, other: str) -> bool:
     """Whether values and nests of one format are not compared with those of another."""
     return kind in FLAT_FORMATS or (kind == GGUF != other)
-
-
-def _compare_structure(a: _Side, b: _Side) -> tuple[StructureDifference, ...]:
-    kinds = {side.source.catalog.format for side in (a, b)}
-    if any(_is_flat_beside(kind, other) for kind in kinds for other in kinds):
-        return ()
-    with_keys = "dcp" not in kinds or len(kinds) == 1
-    return compare_structure(a.structure, b.structure, with_keys)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,6 @@ from ckpt.converting.target_formats import (
     SHOWN_NAMES,
     Format,
     became_text,
-    check_any_is_left,
     check_names,
     check_values,
     format_of,
@@ -78,7 +77,7 @@ from formats.safetensors import huggingface
 from formats.safetensors.huggingface import MAX_SHARD_BYTES, with_modules
 from formats.storage import Writer
 from sharding.agreement.ranks import SELF, Ranks
-from sharding.errors import ArgumentError, ArgumentTypeError, without_secrets
+from sharding.errors import ArgumentError, ArgumentTypeError, format_names, without_secrets
 from sharding.kind import Kind
 
 if TYPE_CHECKING:
@@ -515,7 +514,13 @@ class Target:
         if files is not None:
             lost += check_names(source, changes, state, files)
         if not allow_loss:
-            check_any_is_left(self.format, state, source.url, opaque)
+            if self.format.is_of_weights and not state.tensors and opaque:
+                raise UnsupportedError(
+                    f"{without_secrets(source.url)}: none of its tensors can be converted: "
+                    f"{len(opaque)} objects are shown and never made ({format_names(opaque, 3)}); "
+                    "`ckpt inspect` says why",
+                    names=opaque,
+                )
             if lost:
                 more = f"; and {len(lost) - SHOWN_NAMES} more" if len(lost) > SHOWN_NAMES else ""
                 raise UnsupportedError(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
 
@@ -37,7 +37,7 @@ from formats.catalog import (
 from formats.detect import ENDINGS, WRITTEN
 from formats.errors import FormatError, UnsupportedError
 from formats.safetensors.file import is_carried
-from sharding.errors import ArgumentError, format_names, without_secrets
+from sharding.errors import ArgumentError, without_secrets
 
 
 class Format(str, Enum):
@@ -135,11 +135,9 @@ def omissions(chosen: Format, state: Outgoing) -> tuple[str, ...]:
     lacking: Iterable[str] = ()
     known: Collection[str] = ()
     if chosen is Format.NPZ:
-        from formats import npz  # start-up: a conversion needs one format of these
-
-        lacking = npz.omissions(state)
+        lacking = (*plain_names(state.tree), *state.aliases)
     elif chosen is Format.GGUF:
-        from formats import gguf
+        from formats import gguf  # start-up: few conversions need it
 
         lacking, known = gguf.omissions(state), gguf.METADATA
     elif chosen is Format.DCP:
@@ -158,19 +156,6 @@ def check_values(chosen: Format, state: Outgoing) -> None:
                     "loads without running code: leave it out (exclude=), store plain "
                     "values in its place, or convert to ckpt's own format"
                 )
-
-
-def check_any_is_left(chosen: Format, state: Outgoing, url: str, opaque: Sequence[str]) -> None:
-    """Raises UnsupportedError if a format of weights would get no tensor, and `opaque` the reason.
-
-    `opaque` has the names of objects that are shown and never made.
-    """
-    if chosen.is_of_weights and not state.tensors and opaque:
-        raise UnsupportedError(
-            f"{without_secrets(url)}: none of its tensors can be converted: {len(opaque)} objects "
-            f"are shown and never made ({format_names(opaque, 3)}); `ckpt inspect` says why",
-            names=opaque,
-        )
 
 
 def became_text(chosen: Format, state: Outgoing) -> tuple[str, ...]:
