@@ -99,24 +99,15 @@ def layout_of(kind: Kind, shape: tuple[int, ...], world_size: int) -> Layout:
     return Layout(shape, Mesh.grid((axis,), (world_size,)), (placement,))
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A rank's stored part of a tensor: row-major elements `[lo, hi)` with their shape."""
-
-    lo: int
-    hi: int
-    shape: tuple[int, ...]
-    """The shape of the local array if the run covers it; otherwise one-dimensional."""
-
-
 @lru_cache(1024)
-def run_of(layout: Layout, rank: int) -> Run:
-    """Returns the rank's local storage as a run of the whole tensor (rule 2).
+def run_of(layout: Layout, rank: int) -> tuple[int, Shape]:
+    """Returns the rank's local storage as a run of the whole tensor: its first element and shape.
 
+    The shape is that of the local array if the run covers it, otherwise one-dimensional (rule 2).
     Raises ArgumentError for a layout with several runs for one rank.
 
     >>> run_of(layout_of(Kind.SHARDED, (5, 4), 3), 1)
-    Run(lo=8, hi=16, shape=(2, 4))
+    (8, (2, 4))
     """
     whole = Piece.packed(Box.whole(layout.shape))
     lo = hi = 0
@@ -128,7 +119,7 @@ def run_of(layout: Layout, rank: int) -> Run:
             raise ArgumentError(f"{layout}: the elements of rank {rank} are not one run")
         hi += part.box.numel
     local = layout.local_shape(rank)
-    return Run(lo, hi, local if hi - lo == prod(local) else (hi - lo,))
+    return lo, local if hi - lo == prod(local) else (hi - lo,)
 
 
 def check_kind(kind: str | None, world_size: int | None) -> tuple[Kind | None, int | None]:

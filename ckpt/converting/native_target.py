@@ -104,9 +104,8 @@ def _parts(state: StoredState, division: Division, rank: int) -> list[OutgoingTe
     """Returns the runs of tensors in a rank's file."""
     parts = []
     for name in division.parts[rank]:
-        run = run_of(division.stored[name].layout, rank)
-        tensor = state.tensors[name]
-        parts.append(OutgoingTensor(name, run.shape, tensor.dtype, first=run.lo))
+        lo, shape = run_of(division.stored[name].layout, rank)
+        parts.append(OutgoingTensor(name, shape, state.tensors[name].dtype, first=lo))
     return parts
 
 

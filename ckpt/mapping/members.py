@@ -109,20 +109,18 @@ class Group:
         rearrange = self.rule.rearrange
         assert rearrange is not None
         axes = name_axes(self.rule.sources[0])
-        counts = self._counts(axes)
+        every = [indices for _, indices in self.records]
+        # The size of an axis in braces is one more than its largest index.
+        counts = tuple(1 + max(each[number] for each in every) for number in range(len(axes)))
         self._check_complete(axes, counts)
         dtype = self._dtype()
         first = self.records[0, (0,) * len(axes)]
         left = with_rank(rearrange.left, len(first.shape), first.name)
         extra = len(left) - len([dim for dim in rearrange.left if dim != ("...",)])
         right = expand(rearrange.right, extra)
-        array = self._array(left, axes, counts)
+        known = self._given_sizes((*axes_of(left), *axes_of(rearrange.right)))
+        array = self._array(left, axes, counts, known)
         return self._parts_of(array, right, dtype)
-
-    def _counts(self, axes: Sequence[str]) -> Indices:
-        """Returns the size of each axis in braces: one more than its largest index."""
-        every = [indices for _, indices in self.records]
-        return tuple(1 + max(indices[number] for indices in every) for number in range(len(axes)))
 
     def _check_complete(self, axes: Sequence[str], counts: Indices) -> None:
         whole = len(self.rule.sources) * prod(counts)
@@ -157,9 +155,10 @@ class Group:
             )
         return first.dtype
 
-    def _array(self, left: Dims, axes: Sequence[str], counts: Indices) -> _Array:
-        """Returns the array over all axes of the rule."""
-        known = self._given_sizes((*axes_of(left), *axes_of(self._right)))
+    def _array(
+        self, left: Dims, axes: Sequence[str], counts: Indices, known: Mapping[str, int]
+    ) -> _Array:
+        """Returns the array over all axes of the rule; `known` are sizes."""
         flat = axes_of(left)
         parts = []
         lengths: list[int] = []
@@ -262,11 +261,6 @@ class Group:
             )
         ends = list(accumulate([each * (total // sum(ratio)) for each in ratio], initial=0))
         return list(pairwise(ends))
-
-    @property
-    def _right(self) -> Dims:
-        assert self.rule.rearrange is not None
-        return self.rule.rearrange.right
 
     def _given_sizes(self, axes: Sequence[str]) -> dict[str, int]:
         """Returns the sizes that the rule or a parameter gives."""

@@ -191,11 +191,15 @@ def _copy(
     arrived = target.arrivals() if sizes else {}
     missing = [file for file in manifest.files if not _is_whole(file, sizes, arrived)]
     records = {file.name: _record(file) for file in missing}
+    plans = [
+        FilePlan(name, [OutgoingTensor(name, record.shape, record.dtype)])
+        for name, record in records.items()
+    ]
 
     def source_of(name: str) -> CopySource:
         return CopySource(records[name], records[name].dtype)
 
-    FileCopier(source, source_of, False, progress).write(target, [_plan(file) for file in missing])
+    FileCopier(source, source_of, False, progress).write(target, plans)
     problems = check_native(target, data=data).problems
     if problems:
         names = [file.name for file in manifest.files if file.name in target.sizes()]
@@ -224,8 +228,3 @@ def _record(file: ShardFile) -> TensorRecord:
     piece = Piece(Box((0,), (file.size,)), 0, (1,))
     table = PieceTable([StoredPiece(piece, Extent(file.name, 0, file.size))])
     return TensorRecord(file.name, (file.size,), dtype_named("U8", file.name), table)
-
-
-def _plan(file: ShardFile) -> FilePlan:
-    bytes_of = OutgoingTensor(file.name, (file.size,), dtype_named("U8", file.name))
-    return FilePlan(file.name, [bytes_of])
