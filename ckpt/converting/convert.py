@@ -57,11 +57,12 @@ from ckpt.mapping.apply import Mapped
 from ckpt.mapping.changes import Changes, MappingName, Part
 from ckpt.mapping.model_files import ModelFiles, base_name_of, config_of, content_beside
 from ckpt.opening.sources import Source, open_source
-from ckpt.state.patterns import Casts
+from ckpt.state.patterns import NO_CASTS, Casts
 from ckpt.stores.local_files import explained_on_disk
 from ckpt.stores.store import Options, local_path, open_store, split_url
 from ckpt.transfer.copy_shares import memory_bytes_of, write_plans
 from formats.catalog import (
+    Catalog,
     FilePlan,
     OpaqueValue,
     Outgoing,
@@ -69,7 +70,6 @@ from formats.catalog import (
     iter_leaves,
     without_opaque,
 )
-from formats.dtypes import DType
 from formats.errors import CorruptError, UnsupportedError
 from formats.native.shard import Progress
 from formats.safetensors import file as safetensors_file
@@ -301,7 +301,6 @@ def convert(
         StoreError: the disk or object store failed, or the ranks read different checkpoints.
         RankError: another rank failed; it has that rank's number and error.
     """
-    casts = Casts.of(dtype)
     changes = Changes(
         select=select,
         part=part,
@@ -323,6 +322,7 @@ def convert(
         compress=compress,
         kind=divided,
         world_size=number,
+        casts=Casts.of(dtype),
     )
     target.check(changes, resume, group)
     ranks = Ranks(group)
@@ -340,7 +340,8 @@ def convert(
             target.check_free(source)
         changes, beside = of_weights(changes, source, target.format)
         changes = changes.resolved(source)
-        files = changes.model_files(source) if target.format is Format.HUGGINGFACE else None
+        if target.format is Format.HUGGINGFACE:
+            target = replace(target, files=changes.model_files(source))
         if changes.config is None and changes.keeps_model(source):
             source = replace(source, catalog=with_modules(source.store, source.catalog))
 
@@ -349,26 +350,25 @@ def convert(
             if progress is not None:
                 progress(nbytes)
 
-        described = target.describe(source, changes, files, casts, allow_loss, count)
+        described = target.describe(source, changes, allow_loss, count)
         mapped, state = described.found, described.state
         check_located(state)
         source.check(mapped.catalog)
-        untied = target.unties(files)
         if not dry_run:
             ranks.doing("writing")
         if not dry_run and resume:
-            plans = target.plans(state, files, casts)
+            plans = target.plans(state)
             total = src if source.parts else None
             options = (target.format, changes, changes.parameters_of(source), total)
             identity = identity_of(source.parts or [source], options, plans)
             target.write_missing(state, plans, identity)
         elif not dry_run:
-            target.write(ranks, state, files, casts)
+            target.write(ranks, state)
         if verify and not dry_run and is_first:
             from ckpt.checking.verify import library_problems  # start-up, for few conversions
 
             ranks.doing("verifying")
-            wanted = outgoing(source.url, source.store, mapped.catalog, casts, None, untied)
+            wanted = target.outgoing(source, mapped.catalog)
             with open_source(target.url, target.options) as result:
                 whole = with_modules(result.store, result.catalog)
                 written = outgoing(result.url, result.store, whole)
@@ -388,13 +388,15 @@ def convert(
             kind=None if divided is None else divided.value,
             world_size=number,
             became_text=became_text(target.format, state),
-            not_cast=_not_cast(casts, state),
+            not_cast=_not_cast(target.casts, state),
             beside=beside,
             weights=(changes.module or "") if beside else "",
             lost=described.lost,
             tied=tuple(state.aliases) if target.format.is_of_weights else (),
-            model_files=None if files is None else tuple(files.content),
-            not_copied=() if files is None else files.left,
+            model_files=tuple(target.files.content)
+            if target.format is Format.HUGGINGFACE
+            else None,
+            not_copied=target.files.left,
             prefix=prefix_of_model(changes, source, target.format, state),
             plan=conversion_plan(mapped, state, target.memory_bytes(state)),
         )
@@ -425,6 +427,9 @@ class Target:
     compress: bool = False
     kind: Kind | None = None
     world_size: int | None = None
+    casts: Casts = NO_CASTS
+    files: ModelFiles = field(default_factory=ModelFiles)
+    """The small files of the model; none but for a Hugging Face folder."""
 
     @property
     def shard_bytes(self) -> int:
@@ -478,22 +483,22 @@ class Target:
         copier = state.copier
         return memory_bytes_of(copier) if self.compress else copier.sizes.memory_bytes
 
-    def unties(self, files: ModelFiles | None) -> bool:
-        """Whether each tied name has bytes of its own.
+    def outgoing(
+        self, source: Source, catalog: Catalog, progress: Progress | None = None
+    ) -> StoredState:
+        """Returns the tensors to write of a source, whose catalog is another one after changes.
 
-        npz and gguf know no ties, and a model whose configuration ties no embeddings looks for
-        both names.
+        Each tied name has bytes of its own in npz and gguf, which know no ties, and for a model
+        whose configuration ties no embeddings, which looks for both names.
         """
-        config = {} if files is None else config_of(files, "config=")
-        is_untied = config.get("tie_word_embeddings") is False
-        return self.format in (Format.NPZ, Format.GGUF) or is_untied
+        is_untied = config_of(self.files, "config=").get("tie_word_embeddings") is False
+        untied = self.format in (Format.NPZ, Format.GGUF) or is_untied
+        return outgoing(source.url, source.store, catalog, self.casts, progress, untied)
 
     def describe(
         self,
         source: Source,
         changes: Changes,
-        files: ModelFiles | None,
-        casts: Casts,
         allow_loss: bool,
         progress: Progress | None = None,
     ) -> Described:
@@ -507,12 +512,10 @@ class Target:
                 "its state_dict()"
             )
         mapped = replace(changed, catalog=replace(changed.catalog, tree=tree))
-        untied = self.unties(files)
-        state = outgoing(source.url, source.store, mapped.catalog, casts, progress, untied)
+        state = self.outgoing(source, mapped.catalog, progress)
         check_values(self.format, state)
         lost = tuple(losses(source.catalog, changes, changed.catalog.tree, state, self.format))
-        if files is not None:
-            lost += check_names(source, changes, state, files)
+        lost += check_names(source, changes, state, self.files)
         if not allow_loss:
             if self.format.is_of_weights and not state.tensors and opaque:
                 raise UnsupportedError(
@@ -531,20 +534,22 @@ class Target:
                 )
         return Described(mapped, opaque, state, lost)
 
-    def plans(
-        self, state: StoredState, files: ModelFiles | None, casts: Casts
-    ) -> Sequence[FilePlan]:
+    def plans(self, state: StoredState) -> Sequence[FilePlan]:
         """Returns the files of a format other than ckpt's."""
-        beside = content_beside(files or ModelFiles(), casts, dtypes_of(state), "the source")
-        small = [FilePlan(name, [data]) for name, data in beside.items()]
-        return [*small, *self.tensor_plans(state, files)]
+        small = [FilePlan(name, [data]) for name, data in self.beside(state, "the source").items()]
+        return [*small, *self.tensor_plans(state)]
 
-    def tensor_plans(self, state: StoredState, files: ModelFiles | None) -> Sequence[FilePlan]:
+    def beside(self, state: Outgoing, where: str) -> Mapping[str, bytes]:
+        """Returns the small files; the configuration, which is at `where`, has the new dtype."""
+        dtypes = {tensor.dtype for tensor in state.tensors.values()}
+        return content_beside(self.files, self.casts, dtypes, where)
+
+    def tensor_plans(self, state: StoredState) -> Sequence[FilePlan]:
         """Returns the files with tensors, and their index, of a format other than ckpt's."""
         name = split_url(self.url)[1]
         match self.format:
             case Format.HUGGINGFACE:
-                base, modules = base_name_of(files or ModelFiles()), state.modules
+                base, modules = base_name_of(self.files), state.modules
                 return huggingface.plans(state, self.shard_bytes, base, modules)
             case Format.SAFETENSORS:
                 return [safetensors_file.plan(name, state)]
@@ -564,13 +569,11 @@ class Target:
 
         return [torch_save.plan(name, state)]
 
-    def write(
-        self, ranks: Ranks, state: StoredState, files: ModelFiles | None, casts: Casts
-    ) -> None:
+    def write(self, ranks: Ranks, state: StoredState) -> None:
         """Writes the result, by this process or by all ranks."""
         if self.format is not Format.CKPT:
             is_far = local_path(self.url) is None
-            plans = self.plans(state, files, casts)
+            plans = self.plans(state)
             write_plans(ranks, state.copier, self.open_writer, plans, is_far)
             return
         tensors = state.tensors.values()
@@ -598,10 +601,6 @@ class Target:
             file_writer(self.url, store, self.overwrite) as writer,
         ):
             yield writer
-
-
-def dtypes_of(state: Outgoing) -> set[DType]:
-    return {tensor.dtype for tensor in state.tensors.values()}
 
 
 def _not_cast(casts: Casts, state: Outgoing) -> tuple[str, ...]:

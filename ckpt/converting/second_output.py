@@ -27,12 +27,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ckpt.arguments import DtypeName, FormatName
-from ckpt.converting.convert import Described, Target, dtypes_of
+from ckpt.converting.convert import Described, Target
 from ckpt.converting.target_formats import Format, format_of, of_weights
 from ckpt.converting.targets import NewFiles
 from ckpt.errors import StoreError
 from ckpt.mapping.changes import Changes, MappingName, Part
-from ckpt.mapping.model_files import ModelFiles, content_beside, read_configs, read_model_files
+from ckpt.mapping.model_files import ModelFiles, read_configs, read_model_files
 from ckpt.opening.sources import Source, open_source
 from ckpt.plan.save_plan import SavePlan
 from ckpt.state.patterns import Casts
@@ -121,7 +121,6 @@ class SecondOutput:
                 "(ckpt cp)"
             )
         target.check(changes, False, None)
-        Casts.of(self.dtype)
 
     def at(self, step: int) -> SecondOutput:
         """Returns the output of a step."""
@@ -150,9 +149,9 @@ class SecondOutput:
 
         The last plan is kept: a training saves the same tensors again and again.
         """
-        configs, target = self._configs(), self._target()
+        target = self._target(self._configs())
         own = [getattr(self, field.name) for field in fields(self) if field.name != "place"]
-        key = [target.format, *own, configs, described.aliases]
+        key = [target.format, *own, target.files, described.aliases]
         for tensors, known, planned in _last:
             if tensors is described.tensors and known == key:
                 return planned.at(target)
@@ -163,12 +162,11 @@ class SecondOutput:
         }
         catalog = Catalog("memory", records, described.tree, (), described.aliases)
         source = Source(store.url, store, catalog)
-        to_write = self._describe(source, configs, self.allow_loss)
-        plans = target.tensor_plans(to_write.state, configs)
+        state = self._describe(target, source, self.allow_loss).state
+        plans = target.tensor_plans(state)
         has_sums = any(plan.needs_sums or plan.chunk_bytes for plan in plans)
-        dtypes = dtypes_of(to_write.state)
-        beside = content_beside(configs or ModelFiles(), Casts.of(self.dtype), dtypes, "also")
-        planned = Planned(tuple(plan.name for plan in plans), has_sums, beside)
+        names = tuple(plan.name for plan in plans)
+        planned = Planned(names, has_sums, target.beside(state, "also"))
         _last[:] = [(described.tensors, key, planned)]
         return planned
 
@@ -242,17 +240,12 @@ class SecondOutput:
         )
 
     def _describe(
-        self,
-        source: Source,
-        configs: ModelFiles | None,
-        allow_loss: bool,
-        progress: Progress | None = None,
+        self, target: Target, source: Source, allow_loss: bool, progress: Progress | None = None
     ) -> Described:
-        target, casts = self._target(), Casts.of(self.dtype)
         changes, _ = of_weights(self._changes(), source, target.format)
-        return target.describe(source, changes, configs, casts, allow_loss, progress)
+        return target.describe(source, changes, allow_loss, progress)
 
-    def _target(self) -> Target:
+    def _target(self, files: ModelFiles | None = None) -> Target:
         place = os.fspath(self.place)
         return Target(
             url=place,
@@ -260,17 +253,19 @@ class SecondOutput:
             options=self.storage_options,
             overwrite=self.overwrite,
             max_shard_bytes=self.max_shard_bytes,
+            casts=Casts.of(self.dtype),
+            files=files or ModelFiles(),
         )
 
     def _changes(self) -> Changes:
         names = {each.name for each in fields(Changes)} & {each.name for each in fields(self)}
         return Changes(**{name: getattr(self, name) for name in names})
 
-    def _configs(self) -> ModelFiles | None:
-        """Returns the configuration of the model, without its other files; None but for hf."""
-        if self._target().format is not Format.HUGGINGFACE:
-            return None
-        return ModelFiles() if self.config is None else read_configs(self.config)
+    def _configs(self) -> ModelFiles:
+        """Returns the configuration of the model, without its other files; nothing but for hf."""
+        if self.config is None or self._target().format is not Format.HUGGINGFACE:
+            return ModelFiles()
+        return read_configs(self.config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +313,7 @@ class Job(NamedTuple):
     """The part of one rank in a second output."""
 
     output: SecondOutput
-    configs: ModelFiles | None
+    configs: ModelFiles
     url: str
     """The committed checkpoint."""
     options: Mapping[str, Any]
@@ -342,7 +337,7 @@ def work(
     `data` is the rank's part of the state, as memory or as a function that fills memory. Returns
     the number of written bytes, and a hash of all files as `digest`.
     """
-    plan, written, target = job.plan, [0], job.output._target()
+    plan, written, target = job.plan, [0], job.output._target(job.configs)
 
     def count(nbytes: int) -> None:
         written[0] += nbytes
@@ -371,8 +366,8 @@ def work(
         reader = cast(Store, MadeFiles(source.store, fill))
         catalog = replace(source.catalog, tensors=records)
         staged = Source(source.url, reader, catalog)
-        state = job.output._describe(staged, job.configs, True, count).state
-        plans, copier = target.tensor_plans(state, job.configs), state.copier
+        state = job.output._describe(target, staged, True, count).state
+        plans, copier = target.tensor_plans(state), state.copier
         todo = [file_plan for file_plan in plans if file_plan.name in job.places]
         is_far = None in job.places.values()
         for file_plan in () if is_far else todo:
