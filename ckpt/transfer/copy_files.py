@@ -32,7 +32,7 @@ from itertools import product
 from math import prod
 from mmap import mmap
 from operator import mul
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from ckpt.arguments import memory_budget, workers_for
 from ckpt.plan.copy_plan import (
@@ -123,7 +123,7 @@ class FileCopier:
         self.sums = RecordSums(verify)
         self.ranges = RangeReader(reader, self.sums, self.sizes.policy)
         self.memory = _Memory()
-        self.progress = progress
+        self.progress = progress or (lambda nbytes: None)
 
     def write(self, writer: Writer, plans: Sequence[FilePlan]) -> list[bytes]:
         """Writes the files in their order. Before the last one appears, all checksums are compared.
@@ -223,8 +223,7 @@ class FileCopier:
             end = done + (hi - lo) * dtype.itemsize
             file.write_at(at + lo * dtype.itemsize, memory[done:end])
             done = end
-        if self.progress is not None:
-            self.progress(nbytes)
+        self.progress(nbytes)
 
 
 def rows_of(box: Box, shape: Shape) -> Iterator[tuple[int, int]]:
@@ -258,7 +257,7 @@ class _FileCopy:
         self._units = copier.units(plan)
         self._nbytes = sum(map(length_of, plan.parts))
         kind = ChunkSums if plan.chunk_bytes else Crc32Sums
-        self._sums: TensorSums[Any] | None = kind(plan) if is_summed else None
+        self._sums: TensorSums | None = kind(plan) if is_summed else None
         self._taking = threading.Lock()
         self._changed = threading.Condition()
         """Notified after each unit; guards the attributes below."""
@@ -353,7 +352,7 @@ class _FileCopy:
         with self._changed:
             self._written += 1
             self._changed.notify_all()
-            if self._copier.progress is not None and unit.runs:
+            if unit.runs:
                 self._copier.progress(unit.read_bytes)
 
     def _add_late(self, unit: CopyUnit, memory: memoryview) -> bool:
@@ -400,10 +399,7 @@ class _Memory(threading.local):
         return memoryview(memory)[:nbytes]
 
 
-_Sum = TypeVar("_Sum")
-
-
-class TensorSums(ABC, Generic[_Sum]):
+class TensorSums(ABC):
     """The records of a file's tensors."""
 
     def __init__(self, plan: FilePlan) -> None:
@@ -412,11 +408,11 @@ class TensorSums(ABC, Generic[_Sum]):
         self._records = bytearray()
 
     @abstractmethod
-    def of(self, run: TensorRun, data: memoryview) -> _Sum:
-        """Returns the checksums of a run. Changes nothing."""
+    def of(self, run: TensorRun, data: memoryview) -> Any:
+        """Returns the checksums of a run, of a type for `add`. Changes nothing."""
 
     @abstractmethod
-    def add(self, run: TensorRun, found: _Sum) -> None:
+    def add(self, run: TensorRun, found: Any) -> None:
         """Adds the checksums of a run."""
 
     @abstractmethod
@@ -445,7 +441,7 @@ class TensorSums(ABC, Generic[_Sum]):
         return bytes(self._records)
 
 
-class Crc32Sums(TensorSums[int]):
+class Crc32Sums(TensorSums):
     """The CRC-32 of each tensor, as 4 bytes."""
 
     def __init__(self, plan: FilePlan) -> None:
@@ -488,7 +484,7 @@ class _ChunkRun:
     """The bytes of chunks that other runs have parts of, each with its first byte."""
 
 
-class ChunkSums(TensorSums[_ChunkRun]):
+class ChunkSums(TensorSums):
     """The record of each chunk of each tensor. A run may begin and end inside a chunk."""
 
     def __init__(self, plan: FilePlan) -> None:

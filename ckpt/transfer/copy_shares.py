@@ -245,8 +245,7 @@ def _blocks(
                 view = memoryview(memory)
                 for run in unit.runs:
                     yield run.tensor, view[run.at : run.at + run.nbytes]
-                if copier.progress is not None:
-                    copier.progress(unit.read_bytes)
+                copier.progress(unit.read_bytes)
                 free.append(memory)
         finally:
             for _, _, read in coming:
