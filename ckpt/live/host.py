@@ -5,8 +5,7 @@
     POST    /NAME/leases/ID        renews it;  DELETE releases it
     GET     /NAME/V/               the files of a version
     GET     /NAME/V/FILE           a range of a file;  HEAD its size
-    POST    /NAME/V/FILE           copies the file here from another server, or returns a delta, or
-                                   the pieces that a reader of a swarm is to take next
+    POST    /NAME/V/FILE           a delta, or the pieces that a reader of a swarm is to take next
     DELETE  /NAME/V                forgets a version
 
 Every request needs the token. All events are handled in one thread, so that no event sees another
@@ -16,19 +15,14 @@ one half done.
 from __future__ import annotations
 
 import asyncio
-import http.client
 import math
 import os
 import secrets
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from time import monotonic
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from ckpt.errors import ProtocolError
 from ckpt.live.http_server import (
     HttpAnswer,
     HttpConnection,
@@ -38,12 +32,9 @@ from ckpt.live.http_server import (
     json_answer,
 )
 from ckpt.live.protocol import (
-    STALL_SECONDS,
     WAIT_SECONDS,
     Address,
     RefusedError,
-    Segment,
-    address_of,
     files_json,
     object_of,
     version_or_newest,
@@ -51,15 +42,11 @@ from ckpt.live.protocol import (
 from ckpt.live.shared_files import MemoryFile, SharedFile
 from ckpt.live.swarm import TRACKER_SECONDS, Tracker
 from ckpt.live.table import LOST_SECONDS, Table, VersionLease
-from ckpt.saving.arena import map_memory, new_memory, take_huge_pages
-from ckpt.stores.addresses import FILE, NAME, authority, version_of
-from ckpt.stores.http_client import HttpClient, HttpOptions, Place
+from ckpt.stores.addresses import FILE, NAME, version_of
 from formats.errors import FormatError
 
 if TYPE_CHECKING:
     from ckpt.transfer.live_deltas import Area, Array
-
-ResultT = TypeVar("ResultT")
 
 START_SECONDS = 30.0
 """The time in which a new server must get an owner."""
@@ -236,77 +223,6 @@ def _delta_between(areas: Sequence[Area], old: SharedFile, new: SharedFile) -> b
 
 
 LEASE_HEADER = "ckpt-lease"
-COPY = "copy"
-"""The lease that a copying server names."""
-_TURN_BYTES = 64 << 20
-
-
-async def pull(
-    source: Address, path: str, token: str, reserve: Callable[[int], None]
-) -> MemoryFile:
-    """Returns a copy of the file at `path` of another server.
-
-    Calls `reserve` with the size before any memory is taken. Raises RefusedError if the other
-    server refuses, cannot be reached, or stops.
-    """
-    client = HttpClient(Place(*source), HttpOptions(token, STALL_SECONDS))
-    # The bytes count as read once this server has answered, as those of a released lease do.
-    headers, where = {LEASE_HEADER: COPY}, f"http://{authority(*source)}{path}"
-    try:
-        found = await _in_thread(partial(client.answer, "HEAD", path))
-        if found.status != http.client.OK:
-            raise ProtocolError(f"that server answered with status {found.status}")
-        nbytes = int(found.headers["content-length"])
-        reserve(nbytes)
-        with _new_memory(nbytes) as (descriptor, view):
-            for at in range(0, nbytes, _TURN_BYTES):
-                part = [view[at : at + _TURN_BYTES]]
-                read = await _in_thread(partial(client.read_range, path, at, part, headers))
-                if not isinstance(read, int):
-                    raise ProtocolError(f"it ended after {at} of {nbytes} bytes")
-            return MemoryFile([Segment(descriptor, 0, nbytes)])
-    except (OSError, KeyError, OverflowError, ValueError) as error:
-        message = str(error) or type(error).__name__
-        raise RefusedError("pull", f"{where}: the copy failed: {message}") from None
-    finally:
-        client.close()
-
-
-async def _in_thread(work: Callable[[], ResultT]) -> ResultT:
-    """As `asyncio.to_thread`, of work that the end of the process does not wait for."""
-    left = [Future[ResultT]()]
-    waiting = asyncio.wrap_future(left[0])
-
-    def run() -> None:
-        try:
-            found = work()
-        except BaseException as error:
-            left.pop().set_exception(error)
-        else:
-            left.pop().set_result(found)
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        return await waiting
-    finally:
-        del waiting  # an error has these frames: they must not keep the error, and memory with it
-
-
-@contextmanager
-def _new_memory(nbytes: int) -> Iterator[tuple[int, memoryview]]:
-    """Yields the descriptor and the bytes of new memory, which an error frees."""
-    descriptor = new_memory("ckpt-replica")
-    try:
-        os.ftruncate(descriptor, nbytes)
-        if not nbytes:
-            yield descriptor, memoryview(bytearray())
-            return
-        with map_memory(descriptor) as view:
-            take_huge_pages(view)
-            yield descriptor, view
-    except BaseException:
-        os.close(descriptor)
-        raise
 
 
 class LiveApp:
@@ -391,7 +307,7 @@ class LiveApp:
             raise RefusedError("unknown", f"{request.path:.200}: no file has such a name")
         _only(request, "GET", "HEAD", "POST")
         if request.method == "POST":
-            return await self._pull(request, name, version, file)
+            return await self._post(request, name, version, file)
         self._table.find(name, version, file)
         request.connection.is_leased = self._is_leased(request, name, version)
         return file_answer(self._host.files[name, version, file], request.headers.get("range"))
@@ -405,39 +321,16 @@ class LiveApp:
         try:
             return self._table.renew(name, lease, monotonic()) == version
         except RefusedError:  # another server has it, or it has ended
-            return lease == COPY or not self._table.is_committed(name, version)
+            return not self._table.is_committed(name, version)
 
-    async def _pull(self, request: HttpRequest, name: str, version: int, file: str) -> HttpAnswer:
+    async def _post(self, request: HttpRequest, name: str, version: int, file: str) -> HttpAnswer:
         body = object_of(request.body, "the body")
         if set(body) == {"delta"}:
             return await self._delta(name, version, file, body["delta"])
         if set(body) == {"pieces"}:
             key = name, version, file
             return await self._pieces(request.connection, key, body["pieces"])
-        if set(body) != {"from"}:
-            raise RefusedError("protocol", 'the body of a copy is {"from": [host, port]}')
-        source = address_of("from", body["from"])
-        begun: list[int] = []
-
-        def reserve(nbytes: int) -> None:
-            self._table.begin_pull(name, version, file, nbytes)
-            begun.append(nbytes)
-
-        found = None
-        try:
-            found = await pull(source, request.path, self._host.token, reserve)
-        finally:
-            is_here = bool(begun) and self._table.end_pull(
-                name, version, file, begun[0], found is not None
-            )
-            if found is not None and not is_here:
-                found.give()
-        if not is_here:
-            raise RefusedError(
-                "gone", f"{name}/{version} was dropped during the copy", version=version
-            )
-        self._host.files[name, version, file] = found
-        return json_answer({"size": found.nbytes})
+        raise RefusedError("protocol", 'the body is {"delta": [area, ...]} or {"pieces": [...]}')
 
     async def _pieces(
         self, connection: HttpConnection, key: tuple[str, int, str], message: object

@@ -2,18 +2,17 @@
 
 The *leader* of a host is its lowest rank: it starts the host's server, owns the name there, and
 commits and drops versions. The server of rank 0's host is the *home*, which readers ask first. A
-replica is a copy of another host's files, which the server of this host pulls.
+replica is a copy of another host's files, which the leader of this host makes.
 """
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -23,9 +22,7 @@ from ckpt.live.control import runtime_folder
 from ckpt.live.http_server import EVERY_ADDRESS
 from ckpt.live.process import HostOptions, HostServer
 from ckpt.live.protocol import Address
-from ckpt.stores.addresses import LiveUrl, authority
-from ckpt.stores.http_client import HttpClient, HttpOptions, Place, path_of
-from formats.storage import Pool
+from ckpt.stores.addresses import LiveUrl
 from sharding.agreement.ranks import Ranks, result_or_error
 
 LOOPBACK = "127.0.0.1"
@@ -42,8 +39,6 @@ class Listening:
     lease_seconds: float
     keep_seconds: float = 0.0
     """The seconds that the state outlives its publisher."""
-    memory_bytes: int | None = 0
-    """The most bytes of copies from other hosts, on each host; None is no bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +142,6 @@ def start_server(how: Listening, token: str) -> HostServer:
         address,
         advertise=own_address() if address in EVERY_ADDRESS else None,
         lease_seconds=how.lease_seconds,
-        memory_bytes=how.memory_bytes,
     )
     return HostServer.start(options)
 
@@ -216,32 +210,15 @@ def drop(hosts: Hosts, ask: Callable[[HostServer], bool]) -> Dropped:
     return Dropped.HELD if leases else Dropped.FREE
 
 
-PULLS = 4
-"""Files that a server pulls at once."""
-PULL_SECONDS = 600.0
-"""The longest pull of one file."""
-
-
-def copy_from(hosts: Hosts, version: int, files: Sequence[tuple[str, Address]]) -> None:
-    """Returns once the server of this host has each of the files, from the server beside it.
-
-    Raises StoreError if a server cannot be reached, or has no such file.
-    """
+def check_room(hosts: Hosts, most: int | None, nbytes: int) -> None:
+    """Raises StoreError if copies of so many bytes more would be over the bound of this host."""
+    assert hosts.server is not None
     here = hosts.addresses[hosts.here]
-
-    def pull(wanted: tuple[str, Address]) -> None:
-        file, source = wanted
-        path = path_of(hosts.name, str(version), file)
-        try:
-            answer = client.ask("POST", path, {"from": source})
-            problem = None if answer.status == http.client.OK else answer.text()
-        except StoreError as error:
-            problem = str(error)
-        if problem is not None:
-            where = f"live://{authority(*here)}{path}"
-            raise StoreError(f"{where}: no copy from {authority(*source)}: {problem}")
-
-    client = HttpClient(Place(*here), HttpOptions(hosts.token, PULL_SECONDS))
-    if files:
-        with closing(client), Pool(min(PULLS, len(files))) as pool:
-            list(pool.map(pull, files))
+    versions = hosts.server.versions().values()
+    files = [file for version in versions for file in version.files.values()]
+    taken = sum(file.size for file in files if here in file.at[1:])
+    if most is not None and taken + nbytes > most:
+        raise StoreError(
+            f"{hosts.url.shown}: the files of other hosts have {nbytes:,} bytes; copies have "
+            f"{taken:,} of the {most:,} bytes that they may have on this host"
+        )

@@ -53,6 +53,7 @@ from ckpt.live.host import Host, LiveApp
 from ckpt.live.http_server import EVERY_ADDRESS, HttpServer, listen, most_connections
 from ckpt.live.protocol import (
     LEASE_SECONDS,
+    STALL_SECONDS,
     Address,
     Commit,
     Drop,
@@ -79,8 +80,10 @@ from ckpt.live.protocol import (
 )
 from ckpt.live.shared_files import in_memory
 from ckpt.live.table import Table
-from ckpt.saving.arena import HEAD_BYTES
-from ckpt.stores.addresses import NAME
+from ckpt.saving.arena import HEAD_BYTES, map_memory, new_memory, take_huge_pages
+from ckpt.stores.addresses import NAME, authority
+from ckpt.stores.http_client import HttpClient, HttpOptions, Place, path_of
+from formats.storage import Pool
 from sharding.errors import ArgumentError, CkptError
 
 if TYPE_CHECKING:
@@ -89,6 +92,8 @@ if TYPE_CHECKING:
     from formats.native.shard import ShardSummary
 
 START_SECONDS = 60.0
+PULLS = 4
+"""Files that are copied at once."""
 ANSWER_SECONDS = 60.0
 """The longest wait for an answer, beside the wait that the request asks for."""
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -108,8 +113,6 @@ class HostOptions:
     advertise: str | None = None
     """The host in the addresses that readers get; None is `address`."""
     lease_seconds: float = LEASE_SECONDS
-    memory_bytes: int | None = None
-    """The most bytes of copies from other hosts; None without a bound."""
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
@@ -381,6 +384,44 @@ def seal(
     return made.summary
 
 
+def copy_files(
+    fields: Mapping[str, Any], data: memoryview, arena: int, advance: Callable[[int], None]
+) -> ShardSummary:
+    """Gives the server of this host copies of files of other hosts, each in memory of its own.
+
+    `fields` are the `name` of the live state, its `token`, the `version` and the `files`: name,
+    size and server of each. The version is not yet committed. The writer process calls this, so
+    that the training's interpreter does not wait. Raises StoreError if a server cannot be reached,
+    or has no such file.
+    """
+    from formats.native.shard import ShardSummary  # a server starts without it
+
+    name, version = fields["name"], fields["version"]
+
+    def copy(wanted: tuple[str, int, Address]) -> None:
+        file, nbytes, source = wanted
+        path, descriptor = path_of(name, str(version), file), new_memory("ckpt-replica")
+        client = HttpClient(Place(*source), HttpOptions(fields["token"], STALL_SECONDS))
+        try:
+            advance(0)
+            os.ftruncate(descriptor, nbytes)
+            with map_memory(descriptor) as view:
+                take_huge_pages(view)
+                found = client.read_range(path, 0, [view], {"Ckpt-Lease": "copy"})
+            if not isinstance(found, int):
+                raise StoreError(f"it answers with status {found.status}: {found.text()}")
+            server.put(version, file, [Segment(descriptor, 0, nbytes)])
+        except (OSError, CkptError) as error:
+            raise StoreError(f"{path}: no copy from {authority(*source)}: {error}") from error
+        finally:
+            client.close()
+            os.close(descriptor)
+
+    with HostServer(name) as server, Pool(min(PULLS, len(fields["files"]))) as pool:
+        list(pool.map(copy, fields["files"]))
+    return ShardSummary(0, 0, 0, "-")
+
+
 def _take_descriptors(
     message: Mapping[str, object], received: list[int]
 ) -> dict[str, tuple[Segment, ...]]:
@@ -484,7 +525,7 @@ async def _serve(
     leave: Callable[[], None],
 ) -> None:
     address: Address = (options.advertise or options.address, listener.getsockname()[1])
-    table = Table(options.lease_seconds, options.memory_bytes)
+    table = Table(options.lease_seconds)
     host = Host(options.token, table, address, str(path), leave)
     most = most_connections()
     http = HttpServer(listener, LiveApp(host), most)

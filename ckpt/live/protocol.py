@@ -67,7 +67,6 @@ STATUS: Mapping[str, int] = {
     "range": 416,
     "header": 431,
     "internal": 500,
-    "pull": 502,
     "busy": 503,
     "memory": 507,
 }
@@ -148,7 +147,6 @@ _ERRORS: Mapping[str, Callable[[str], CkptError]] = {
     "gone": StoreError,
     "exists": ExistsError,
     "timeout": StoreTimeoutError,
-    "pull": StoreError,
     "busy": StoreError,
     "memory": StoreError,
     "internal": StoreError,

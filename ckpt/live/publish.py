@@ -25,7 +25,7 @@ from xxhash import xxh3_64_intdigest
 
 from ckpt.arguments import Uncopied
 from ckpt.errors import ClosedError
-from ckpt.live.hosts import Dropped, Hosts, Listening, copy_from, drop, serve
+from ckpt.live.hosts import Dropped, Hosts, Listening, check_room, drop, serve
 from ckpt.live.protocol import LEASE_SECONDS, FileAt, Segment
 from ckpt.live.shared_files import in_memory
 from ckpt.opening.in_flight import SaveQueue, mark_errors_seen
@@ -194,6 +194,8 @@ class LiveState(Uncopied):
         """The versions in a folder or bucket."""
         self.replicas: int | None = None
         """The hosts beside its own that keep each file; with None only the home commits."""
+        self.copies_bytes: int | None = None
+        """The most bytes of these copies, on each host; None is no bound."""
         self._state, self._group, self._dtype = state, group, dtype
         self._lease_seconds, self._timeout = lease_seconds, timeout
         self._slots = (_Slot(), _Slot())
@@ -470,13 +472,17 @@ class _Version:
 
     def _copy(self, made: _Made) -> None:
         """Copies the files of other hosts to the server of this one, where it is a replica."""
-        hosts = self.live.hosts
-        here = [
-            (file, hosts.addresses[host])
-            for file, (_, host) in made.sizes.items()
+        hosts, place = self.live.hosts, self.live._arena_writer
+        files = [
+            (file, size, hosts.addresses[host])
+            for file, (size, host) in made.sizes.items()
             if host != hosts.here and hosts.here in self._holders(host)
         ]
-        copy_from(hosts, self.number, here)
+        if files:
+            check_room(hosts, self.live.copies_bytes, sum(size for _, size, _ in files))
+            fields = {"name": hosts.name, "token": hosts.token, "version": self.number}
+            job = call_message("ckpt.live.process:copy_files", {**fields, "files": files})
+            place.writer().call(job, place.arena, self.handle.url)
 
     def _commit(self, made: _Made) -> None:
         server, hosts = self.live.hosts.server, self.live.hosts

@@ -51,10 +51,8 @@ class Lease:
 @dataclass(slots=True)
 class _Version:
     phase: Phase = Phase.OPEN
-    files: dict[str, int | None] = field(default_factory=dict)
-    """The sizes of the files that are here; None for a file on its way."""
-    pulled_bytes: int = 0
-    """The bytes of the copies from other servers among them."""
+    files: dict[str, int] = field(default_factory=dict)
+    """The sizes of the files that are here."""
     places: Mapping[str, FileAt] = field(default_factory=dict)
     """All files of the version, as they were committed."""
     info: Mapping[str, object] = field(default_factory=dict)
@@ -91,12 +89,8 @@ class Table:
     A method raises RefusedError where the state does not allow the event.
     """
 
-    def __init__(
-        self, lease_seconds: float = LEASE_SECONDS, memory_bytes: int | None = None
-    ) -> None:
+    def __init__(self, lease_seconds: float = LEASE_SECONDS) -> None:
         self.lease_seconds = lease_seconds
-        self.memory_bytes = memory_bytes
-        """The most bytes of copies from other servers; None without a bound."""
         self._names: dict[str, _Name] = {}
         self.leases: dict[str, Lease] = {}
 
@@ -109,16 +103,6 @@ class Table:
     def is_ending(self) -> bool:
         """Whether every name is ending."""
         return all(known.ends is not None for known in self._names.values())
-
-    @property
-    def held_bytes(self) -> int:
-        """The bytes of all files."""
-        return sum(size or 0 for row in self._all() for size in row.files.values())
-
-    @property
-    def pulled_bytes(self) -> int:
-        """The bytes of copies from other servers, also of those on their way."""
-        return sum(row.pulled_bytes for row in self._all())
 
     def own(self, name: str, keep_seconds: float) -> None:
         """Adds an owner of a name; the name begins with its first owner."""
@@ -143,37 +127,6 @@ class Table:
     def put(self, name: str, version: int, file: str, nbytes: int) -> None:
         """Adds a file to a version that is not yet committed."""
         self._writable(name, version, file).files[file] = nbytes
-
-    def begin_pull(self, name: str, version: int, file: str, nbytes: int) -> None:
-        """Reserves memory for a copy of a file. Raises RefusedError("memory") over the bound."""
-        found = self._writable(name, version, file)
-        taken = self.pulled_bytes
-        if self.memory_bytes is not None and taken + nbytes > self.memory_bytes:
-            self._forget_if_empty(name, version)
-            raise RefusedError(
-                "memory",
-                f"{name}/{version}/{file} has {nbytes:,} bytes; copies have {taken:,} of the "
-                f"{self.memory_bytes:,} bytes that they may have on this host",
-            )
-        found.files[file] = None
-        found.pulled_bytes += nbytes
-
-    def end_pull(self, name: str, version: int, file: str, nbytes: int, is_whole: bool) -> bool:
-        """Makes a copy a file, or gives back its memory; returns whether it is a file now.
-
-        The version may have been dropped meanwhile.
-        """
-        there = self._names.get(name)
-        found = None if there is None else there.versions.get(version)
-        if found is None or file not in found.files:
-            return False
-        if is_whole:
-            found.files[file] = nbytes
-        else:
-            del found.files[file]
-            found.pulled_bytes -= nbytes
-            self._forget_if_empty(name, version)
-        return is_whole
 
     def commit(
         self, name: str, version: int, files: Mapping[str, FileAt], info: Mapping[str, object]
@@ -284,7 +237,7 @@ class Table:
         """Returns all versions but those that retire."""
         return {
             number: VersionInfo(
-                dict(row.places) or {key: FileAt(size or 0, ()) for key, size in row.files.items()},
+                dict(row.places) or {key: FileAt(size, ()) for key, size in row.files.items()},
                 row.phase is Phase.COMPLETE,
                 dict(row.info),
             )
@@ -364,11 +317,6 @@ class Table:
         last = max(-1 if found.newest is None else found.newest, found.last_dropped)
         if version <= last:
             raise RefusedError("exists", f"{name}/{version} is not newer than version {last}")
-
-    def _forget_if_empty(self, name: str, version: int) -> None:
-        versions = self._names[name].versions
-        if versions[version].phase is Phase.OPEN and not versions[version].files:
-            del versions[version]
 
     def _missing(
         self, found: _Name, name: str, version: int, row: _Version | None, file: str = ""

@@ -272,9 +272,7 @@ def open_live_state(
     rows = gather(ranks, place_of_rank())
     places, networks = [row[0] for row in rows], {row[1] for row in rows}
     address = options.address or (own_address() if len(networks) > 1 else None)
-    how = Listening(
-        name_of_run(url), address, LEASE_SECONDS, options.keep_seconds, options.memory_bytes
-    )
+    how = Listening(name_of_run(url), address, LEASE_SECONDS, options.keep_seconds)
     leads = places.index(places[ranks.rank]) == ranks.rank
     mine = ranks.run_on_all("looking for servers", lambda: _there(how.name) if leads else None)
     known = gather(ranks, [mine.began, mine.token] if mine else [0.0, ""])
@@ -290,7 +288,7 @@ def open_live_state(
 
     hosts = start_servers(ranks, how, places, token or gather(ranks, new_token())[0], start)
     live = LiveState(hosts, None, group, LEASE_SECONDS, timeout)
-    live.replicas = options.replicas
+    live.replicas, live.copies_bytes = options.replicas, options.memory_bytes
     return live
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpt.live import control
 from ckpt.live.control import close_all, receive_message, send_message
-from ckpt.live.process import HostOptions, HostServer
+from ckpt.live.process import HostOptions, HostServer, copy_files
 from ckpt.live.protocol import FileAt, Segment
 from tests.garbage import collect_garbage
 
@@ -108,6 +108,13 @@ class Hosts:
 
     def client(self, server: HostServer, token: str | None = TOKEN) -> Client:
         return self.stack.enter_context(Client(server.address, token))
+
+
+def copy(source: tuple[str, int], version: int, **files: int) -> None:
+    """Copies files of another server, as the writer process does, to the server of this host."""
+    wanted = [(name, nbytes, source) for name, nbytes in files.items()]
+    fields = {"name": "policy", "token": TOKEN, "version": version, "files": wanted}
+    copy_files(fields, memoryview(b""), -1, lambda done: None)
 
 
 def descriptors_of(pid: int | str = "self") -> int:

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ckpt.errors import StoreError
 from ckpt.live import control, http_server
 from ckpt.live.control import receive_message, send_message
 from ckpt.live.http_server import HttpServer, listen
@@ -30,6 +31,7 @@ from tests.live.hosts import (
     Client,
     Hosts,
     check_no_more_descriptors,
+    copy,
     descriptors_of,
     is_running,
     memory,
@@ -73,7 +75,7 @@ WORDS = [
     *("?after=1&wait=0", "?after=x", "?wait=nan", "?wait=-1", "%2e%2e", "{}", '{"version":null}'),
     *(
         '{"version":1e999}',
-        '{"from":["127.0.0.1",1]}',
+        '{"delta":[[0,1,[1],[1],true]]}',
         "\xff",
         "A" * 20_000,
         "Connection: close\r\n",
@@ -89,7 +91,7 @@ REASONABLE = st.builds(
     ).encode(),
     st.sampled_from(ROUTES),
     st.sampled_from(["", "Range: bytes=0-0\r\n", "Range: x\r\n", "Ckpt-Lease: y\r\n"]),
-    st.sampled_from(["", "{}", '{"version":null}', '{"version":-1}', '{"from":[]}', "[1]", "\0"]),
+    st.sampled_from(["", "{}", '{"version":null}', '{"version":-1}', '{"delta":[]}', "[1]", "\0"]),
 )
 
 
@@ -322,7 +324,7 @@ def test_a_long_message_that_is_none_is_refused(serving: HostServer) -> None:
 
 
 @contextmanager
-def saying(answer: bytes) -> Iterator[list[object]]:
+def saying(answer: bytes) -> Iterator[tuple[str, int]]:
     """A server that says this to each connection, and closes it; its address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -336,7 +338,7 @@ def saying(answer: bytes) -> Iterator[list[object]]:
 
         thread = threading.Thread(target=serve)
         thread.start()
-        yield list(listener.getsockname())
+        yield listener.getsockname()
         listener.shutdown(socket.SHUT_RDWR)
         thread.join(SECONDS)
 
@@ -358,15 +360,12 @@ def saying(answer: bytes) -> Iterator[list[object]]:
     ],
     ids=lambda answer: answer[:50],
 )
-def test_a_copy_from_a_server_that_says_nonsense_fails_by_name(
-    shared: HostServer, answer: bytes
-) -> None:
-    before = descriptors_of(shared.pid)
-    with saying(answer) as source, Client(shared.address) as client:
-        found = client.ask("POST", "/policy/2/f", {"from": source})
-    assert (found.status, found.json["error"]) == (502, "pull")
-    assert list(shared.versions()) == [1]
-    until(lambda: descriptors_of(shared.pid) <= before)
+def test_a_copy_from_a_server_that_says_nonsense_fails_by_name(hosts: Hosts, answer: bytes) -> None:
+    server, before = hosts.start(), descriptors_of()
+    with saying(answer) as source, pytest.raises(StoreError, match="no copy from"):
+        copy(source, 2, f=10)
+    assert server.versions() == {}
+    check_no_more_descriptors(before)
 
 
 def test_connections_that_end_at_any_moment_leave_nothing(serving: HostServer) -> None:

@@ -12,6 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt.errors import StoreError
+from ckpt.live.hosts import Hosts as PublishedHosts
+from ckpt.live.hosts import check_room
 from ckpt.live.http_server import byte_range
 from ckpt.live.process import HostServer
 from ckpt.live.protocol import FileAt, RefusedError, Segment
@@ -19,6 +22,7 @@ from tests.live.hosts import (
     TOKEN,
     Client,
     Hosts,
+    copy,
     is_running,
     memory,
     publish,
@@ -285,76 +289,61 @@ def test_a_file_that_its_publisher_truncated_ends_the_answer_early(hosts: Hosts)
     os.close(descriptor)
 
 
-def test_a_server_copies_no_files_of_a_name_that_it_does_not_serve(hosts: Hosts) -> None:
-    first, second = hosts.start("first"), hosts.start("second")
-    publish_closed(first, 1, f=b"1")
-    refused = hosts.client(second).ask("POST", "/first/1/f", {"from": list(first.address)})
-    assert (refused.status, refused.json["error"]) == (404, "unknown")
-
-
 @pytest.fixture
 def pair(hosts: Hosts, monkeypatch: pytest.MonkeyPatch, tmp_path_factory) -> list[HostServer]:
     """Servers of one name on two hosts, which here are two folders of sockets."""
     one = hosts.start()
     monkeypatch.setenv("CKPT_RUNTIME_DIR", str(tmp_path_factory.mktemp("two") / "runtime"))
-    two = hosts.start(memory_bytes=4_000_000)
+    two = hosts.start()
     return [one, two]
 
 
-def test_copies_of_files_are_served_by_the_server_that_made_them(
+def test_copies_of_files_are_served_by_the_server_that_got_them(
     hosts: Hosts, pair: list[HostServer]
 ) -> None:
     one, two = pair
     data = random_bytes(3_000_000)
-    descriptors = publish(one, 1, f=data, empty=b"")
+    descriptor = memory(data)
+    one.put(1, "f", [Segment(descriptor, 0, len(data))])
     client = hosts.client(two)
-    source = {"from": list(one.address)}
-    assert client.ask("POST", "/policy/1/f", source).json == {"size": len(data)}
-    assert client.ask("POST", "/policy/1/empty", source).json == {"size": 0}
-    assert client.ask("POST", "/policy/1/f", source).status == 409
+    copy(one.address, 1, f=len(data))
+    with pytest.raises(StoreError, match="here already"):
+        copy(one.address, 1, f=len(data))
     assert one.drop(1, overdue=False) is False  # who copied it has it whole
-    os.ftruncate(descriptors["f"], 0)  # a copy, and not the same memory
+    os.ftruncate(descriptor, 0)  # a copy, and not the same memory
     assert client.get("/policy/1/f").body == data
     two.commit(1, {"f": FileAt(len(data), (two.address,))})
     assert client.get("/policy").json["newest"] == 1
     assert client.ask("DELETE", "/policy/1").status == 200
     assert client.get("/policy/1/f").status == 410
-    for one_of in descriptors.values():
-        os.close(one_of)
+    os.close(descriptor)
 
 
-def test_copies_have_a_bound_of_memory_which_a_drop_gives_back(
-    hosts: Hosts, pair: list[HostServer]
-) -> None:
+def test_copies_have_a_bound_of_memory_which_a_drop_gives_back(pair: list[HostServer]) -> None:
     one, two = pair
-    publish_closed(one, 1, f=bytes(3_000_000), g=bytes(3_000_000))
-    client, source = hosts.client(two), {"from": list(one.address)}
-    assert client.ask("POST", "/policy/1/f", source).status == 200
-    refused = client.ask("POST", "/policy/1/g", source)
-    assert (refused.status, refused.json["error"]) == (507, "memory")
-    assert "3,000,000 of the 4,000,000 bytes" in refused.json["message"]
-    client.ask("DELETE", "/policy/1")
-    publish_closed(one, 2, g=bytes(3_000_000))
-    assert client.ask("POST", "/policy/2/g", source).status == 200
+    places = PublishedHosts("policy", TOKEN, (0, 1), [one.address, two.address], 1, two)
+    two.commit(1, {"f": FileAt(3, (one.address, two.address)), "own": FileAt(9, (two.address,))})
+    check_room(places, 4, 1)
+    check_room(places, None, 2)
+    with pytest.raises(StoreError, match="copies have 3 of the 4 bytes"):
+        check_room(places, 4, 2)
+    two.drop(1)
+    check_room(places, 4, 4)
 
 
-def test_a_copy_that_fails_leaves_nothing_and_can_be_made_again(
-    hosts: Hosts, pair: list[HostServer]
-) -> None:
+def test_a_copy_that_fails_leaves_nothing_and_can_be_made_again(pair: list[HostServer]) -> None:
     one, two = pair
-    client, source = hosts.client(two), {"from": list(one.address)}
-    missing = client.ask("POST", "/policy/1/f", source)
-    assert (missing.status, missing.json["error"]) == (502, "pull")
-    assert "status 404" in missing.json["message"]
-    refused = client.ask("POST", "/policy/1/f", {"from": ["127.0.0.1", 1]})
-    assert (refused.status, refused.json["error"]) == (502, "pull")
+    with pytest.raises(StoreError, match="status 404"):
+        copy(one.address, 1, f=1_000_000)
+    with pytest.raises(StoreError, match="no copy from 127"):
+        copy(("127.0.0.1", 1), 1, f=1_000_000)
     (short,) = publish(one, 1, f=bytes(1_000_000)).values()
     os.ftruncate(short, 10)
-    cut = client.ask("POST", "/policy/1/f", source)
-    assert (cut.status, cut.json["error"]) == (502, "pull")
+    with pytest.raises(StoreError, match="no copy"):
+        copy(one.address, 1, f=1_000_000)
     assert two.versions() == {}
     os.ftruncate(short, 1_000_000)
-    assert client.ask("POST", "/policy/1/f", source).status == 200
+    copy(one.address, 1, f=1_000_000)
     os.close(short)
 
 

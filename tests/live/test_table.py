@@ -36,7 +36,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = Table(LEASE, memory_bytes=100)
+        self.table = Table(LEASE)
         self.table.own(NAME, 0.0)
         self.now = 0.0
         self.count = 0
@@ -59,23 +59,6 @@ class Machine(RuleBasedStateMachine):
             return
         self.table.put(NAME, version, file, nbytes)
         self.versions.setdefault(version, Model()).nbytes[file] = nbytes
-
-    @rule(version=VERSIONS, nbytes=st.integers(0, 60), is_whole=st.booleans())
-    def pull(self, version: int, nbytes: int, is_whole: bool) -> None:
-        file = "p"
-        found = self.versions.get(version)
-        taken = sum(one.nbytes.get(file, 0) for one in self.versions.values())
-        is_there = found is not None and file in found.nbytes
-        if version <= self.last or is_there or taken + nbytes > 100:
-            with pytest.raises(RefusedError):
-                self.table.begin_pull(NAME, version, file, nbytes)
-            return
-        self.table.begin_pull(NAME, version, file, nbytes)
-        with pytest.raises(RefusedError, match=r"not here|was replaced"):  # it may be retiring
-            self.table.find(NAME, version, file)
-        assert self.table.end_pull(NAME, version, file, nbytes, is_whole) == is_whole
-        if is_whole:
-            self.versions.setdefault(version, Model()).nbytes[file] = nbytes
 
     @rule(version=VERSIONS)
     def commit(self, version: int) -> None:
@@ -186,13 +169,6 @@ class Machine(RuleBasedStateMachine):
                         self.table.find(NAME, version, file)
 
     @invariant()
-    def memory_is_counted(self) -> None:
-        held = sum(sum(one.nbytes.values()) for one in self.versions.values())
-        assert self.table.held_bytes == held
-        pulled = sum(one.nbytes.get("p", 0) for one in self.versions.values())
-        assert self.table.pulled_bytes == pulled <= 100
-
-    @invariant()
     def the_next_change_is_that_of_the_first_deadline(self) -> None:
         times = [ends for one in self.versions.values() for ends in one.leases.values()]
         times += [
@@ -210,7 +186,6 @@ class Machine(RuleBasedStateMachine):
             self.table.newest(NAME)
         gone += self.table.tick(self.now + LEASE)
         assert {version for _, version in gone} == set(self.versions)
-        assert self.table.held_bytes == self.table.pulled_bytes == 0
         assert self.table.names == []
         assert self.table.leases == {}
         assert self.table.next_at() is None
@@ -339,16 +314,6 @@ def test_a_version_that_was_retired_before_its_commit_is_not_listed_and_its_numb
     table.drop(NAME, 2)
     with pytest.raises(RefusedError, match="not newer than version 2"):
         table.put(NAME, 2, "f", 8)
-
-
-def test_a_copy_whose_version_was_dropped_meanwhile_is_no_file() -> None:
-    table = owned()
-    table.begin_pull(NAME, 2, "f", 8)
-    with pytest.raises(RefusedError, match="here already"):
-        table.begin_pull(NAME, 2, "f", 8)
-    table.drop(NAME, 2)
-    assert not table.end_pull(NAME, 2, "f", 8, is_whole=True)
-    assert table.pulled_bytes == 0
 
 
 def test_versions_tell_files_and_values() -> None:
