@@ -6,7 +6,6 @@
     GET     /NAME/V/               the files of a version
     GET     /NAME/V/FILE           a range of a file;  HEAD its size
     POST    /NAME/V/FILE           a delta, or the pieces that a reader of a swarm is to take next
-    DELETE  /NAME/V                forgets a version
 
 Every request needs the token. All events are handled in one thread, so that no event sees another
 one half done.
@@ -246,14 +245,8 @@ class LiveApp:
         if rest[0] == "leases":
             return self._leases(request, name, rest[1:])
         version = version_of(rest[0])
-        if version is None or len(rest) > 2:
+        if version is None or len(rest) != 2:
             raise RefusedError("unknown", f"{request.path:.200}: the form is /NAME/VERSION/FILE")
-        if len(rest) == 1:
-            _only(request, "DELETE")
-            self._table.drop(name, version)
-            self._host.forget(name, version)
-            self._host.notify()
-            return json_answer({})
         return await self._file(request, name, version, rest[1])
 
     def on_end(self, connection: HttpConnection) -> None:

@@ -32,7 +32,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import ProtocolError, StoreError, StoreTimeoutError, UnreachableError
@@ -272,12 +271,7 @@ class HostServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _do(self, request: Request, descriptors: Sequence[int] = ()) -> None:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from xxhash import xxh3_64_intdigest
@@ -219,12 +218,7 @@ class LiveState(Uncopied):
     def __enter__(self) -> LiveState:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
         else:

@@ -103,6 +103,7 @@ class LiveStore(ReadOnlyStore):
 
     delta_range_bytes = 1 << 20
     """Bytes that are changed and verified while they are in the processor's cache."""
+    has_parts, keeps, is_next = True, False, False
     refusal = (
         "this is a live state, which is only read; ckpt.publish makes one, and LiveState.update "
         "replaces it"
@@ -244,10 +245,6 @@ class LiveStore(ReadOnlyStore):
         return cast(
             "list[list[Any]]", json_of(self._sound(answer, lease.version), self.url)["pieces"]
         )
-
-    def has_delta(self, area: Area) -> bool:
-        """Whether there are deltas of such areas: the servers compare all."""
-        return True
 
     def in_place(
         self, name: str, offset: int, length: int

@@ -148,7 +148,7 @@ class StoredVersion(ReadOnlyStore):
         self._parent = split_url(store.url)[0]
         self._ranks = {file.name: rank for rank, file in self._newest.files.items()}
         self._kept = _KEPT.get(absolute(self._parent).rstrip("/"))
-        self.keeps = self._kept is not None
+        self.keeps = self.has_parts = self._kept is not None
         """Whether a job follows the chain, so that checksums are kept."""
         kept = None if self._kept is None else self._kept.before(self.version)
         self.is_next = kept is not None
@@ -212,10 +212,6 @@ class StoredVersion(ReadOnlyStore):
             return None
         found = _StoredDelta(self, rank, links, areas) if links else None
         return found if found is not None and found.nbytes <= MOST_BYTES else None
-
-    def has_delta(self, area: Area) -> bool:
-        """Whether there are deltas of such areas: of parts of chunks while a job follows."""
-        return self.keeps or not area.has_sums
 
     def keep(self, name: str, areas: Sequence[tuple[Area, Array]]) -> None:
         """Keeps the checksums of areas that have the bytes of this version now, for the next."""

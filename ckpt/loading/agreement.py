@@ -64,7 +64,7 @@ from sharding.errors import without_secrets
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ckpt.transfer.live_deltas import KeepingReader
+    from ckpt.transfer.live_deltas import DeltaReader
     from sharding.agreement.ranks import Agreement
 
 _log = logging.getLogger("ckpt.load")
@@ -425,10 +425,10 @@ def _has_base(source: Source, found: Match, rank: int, options: LoadOptions) -> 
     that of the version. Versions on this host need no deltas.
     """
     store = source.store
-    is_stored = hasattr(store, "keeps")
-    if options.unchanged == "read" or not (is_stored or is_far_live(store)):
+    is_here = is_live(store.url) and not is_far_live(store)
+    if options.unchanged == "read" or is_here or not hasattr(store, "delta"):
         return False
-    if is_stored and cast("KeepingReader", store).is_next:
+    if cast("DeltaReader", store).is_next:
         return True
     records = source.catalog.tensors
     pairs = [(item, found.targets[item.target].local) for item in found.items]

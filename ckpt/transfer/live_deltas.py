@@ -329,23 +329,16 @@ class DeltaReader(Reader, Protocol):
 
     delta_range_bytes: int
     """The best size of a range of which there is a delta."""
+    has_parts: bool
+    """Whether there are deltas of areas that are no whole chunks."""
+    keeps: bool
+    """Whether the reader wants to know what loads have left in such areas."""
+    is_next: bool
+    """Whether there was a load before, of which it knows that."""
 
     def delta(self, name: str, areas: Sequence[Area]) -> AnyDelta | None:
         """Returns the delta of areas of a file. None if there is none; raises FormatError."""
         ...
-
-    def has_delta(self, area: Area) -> bool:
-        """Whether there are deltas of such areas at all."""
-        ...
-
-
-class KeepingReader(DeltaReader, Protocol):
-    """A reader that knows the bytes of a target by what the load before has left there."""
-
-    keeps: bool
-    """Whether it wants to know."""
-    is_next: bool
-    """Whether there was a load before."""
 
     def keep(self, name: str, areas: Sequence[tuple[Area, Array]]) -> None:
         """Is told of areas of a file, with their elements, that have this version now.
@@ -380,7 +373,11 @@ def apply_delta(
         return None
     asked = cast("DeltaReader", reader)
     found = [(span, _area_of(span)) for span in ranges]
-    some = [(span, area) for span, area in found if area is not None and asked.has_delta(area)]
+    some = [
+        (span, area)
+        for span, area in found
+        if area is not None and (asked.has_parts or not area.has_sums)
+    ]
     if not some:
         return Applied([*ranges], True)
     areas, right = [area for _, area in some], set[int]()
@@ -399,7 +396,7 @@ def apply_delta(
 def keep_areas(reader: Reader, ranges: Sequence[ByteRange], targets: Sequence[memoryview]) -> None:
     """Tells a reader of deltas of the ranges of one file that are in their targets."""
     found = [(span, _area_of(span)) for span in ranges]
-    cast("KeepingReader", reader).keep(
+    cast("DeltaReader", reader).keep(
         ranges[0].file,
         [
             (area, _own(span, area, targets[span.request.target]))
