@@ -42,6 +42,7 @@ from ckpt.transfer.record_sums import Verify, check_verify
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree, map_tree
 from formats.errors import UnsupportedError
 from formats.storage import LOCAL_READ_BYTES, Reader
+from sharding.agreement.call_events import pause_collection
 from sharding.errors import without_secrets
 from sharding.layout import Box, Layout, Piece
 
@@ -150,7 +151,8 @@ def read(
         with Checkpoint(url, verify, storage_options, changes) as checkpoint:
             return checkpoint.state(selection, dtype)
 
-    return unless_replaced(reading)
+    with pause_collection():
+        return unless_replaced(reading)
 
 
 class TensorHandle:

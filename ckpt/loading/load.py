@@ -294,7 +294,7 @@ def load_partly(
 
 def load_once(ranks: Ranks, url: Url, state: object, options: LoadOptions) -> Loaded:
     """Fills the target from one checkpoint. All ranks call this; communicates."""
-    with ranks.call(CALL), pause_collection(), ExitStack() as stack:
+    with ranks.call(CALL), ExitStack() as stack:
         matched, agreed = agree_on_source(ranks, os.fspath(url), state, options, stack)
         plans, budget = agree_on_plans(ranks, matched, agreed, options)
         if ranks.rank == 0:
@@ -425,7 +425,8 @@ def load_or_older(
     while True:
         ranks.told = None
         try:
-            loaded = load(current)
+            with pause_collection():
+                loaded = load(current)
         except Exception as error:
             # Another rank has the same error, and shows its traceback.
             is_shown = isinstance(error, CkptError) and error.shown_on is not None

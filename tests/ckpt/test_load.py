@@ -1,6 +1,7 @@
 """What a load changes, what it leaves alone, and what it says when the two sides do not fit."""
 
 import copy
+import gc
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -488,3 +489,24 @@ def test_a_place_without_a_checkpoint_is_an_error_that_says_so(
         ckpt.load(tmp_path, {})
     with pytest.raises(ckpt.NotACheckpointError):
         ckpt.load(tmp_path / "nowhere", {})
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_python_searches_no_objects_of_a_plan_for_garbage(tmp_path: Path, reads: bool) -> None:
+    state = {str(number): torch.ones(1) for number in range(1_000)}
+    ckpt.save(tmp_path, state)
+    searched: list[int] = []
+
+    def note(phase: str, _: object) -> None:
+        if phase == "start":
+            searched.append(len(gc.get_objects(generation=0)))
+
+    for _ in range(2):  # the first call imports modules
+        gc.collect()
+        searched.clear()
+        gc.callbacks.append(note)
+        try:
+            ckpt.read(tmp_path) if reads else ckpt.load(tmp_path, state)
+        finally:
+            gc.callbacks.remove(note)
+    assert sum(searched) < 5 * len(state)
