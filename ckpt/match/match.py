@@ -301,8 +301,8 @@ class _Matcher:
                 "wrapped",
             )
         is_customised = versions is not None or _is_customised(module)
-        loadable = entries if is_customised else self._loadable(module, entries, path)
         clean = CleanNames(module)
+        loadable = entries if is_customised else self._loadable(module, clean, entries, path)
         resizing = set(_resizing(module, clean)) if is_customised else set()
         if self._builder.saved.leaves.get(path) == {}:
             self._builder.used.add(path)  # of a module without entries
@@ -369,7 +369,7 @@ class _Matcher:
             warn(make_skipped_warning("the checkpoint", found), stacklevel=2)
 
     def _loadable(
-        self, module: nn.Module, entries: Mapping[str, object], path: str
+        self, module: nn.Module, clean: CleanNames, entries: Mapping[str, object], path: str
     ) -> Mapping[str, object]:
         """Returns the entries that `load_state_dict` takes, by torch's rules.
 
@@ -377,7 +377,7 @@ class _Matcher:
         `load_state_dict` wants and the module's own `state_dict` lacks is added, and must be in
         the checkpoint. A module with its own way of loading keeps its entries.
         """
-        tensors = dict(_loaded_names(module))
+        tensors = dict(_loaded_names(module, clean))
         loadable: dict[str, object] = {}
         for name, value in entries.items():
             if name in tensors or isinstance(value, LocalPart):
@@ -556,9 +556,10 @@ def _are_aliases(values: Iterable[object], module: nn.Module) -> bool:
     return all(isinstance(value, torch.Tensor) and identity(value) in known for value in others)
 
 
-def _loaded_names(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+def _loaded_names(
+    module: nn.Module, clean: CleanNames
+) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yields the names that torch's `load_state_dict` wants; None for an extra state."""
-    clean = CleanNames(module)
     for path, part in module.named_modules(remove_duplicate=False):
         prefix = clean.prefix(path)
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):

@@ -34,7 +34,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
@@ -95,13 +95,26 @@ class OptimizerNames(NamedTuple):
     """The key paths of all modules that have parameters of the optimizer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ParameterNames:
     """The names of parameters, by identity, for the optimizers of one state."""
 
-    found: Mapping[int, tuple[str, NamedParameter]]
-    """id(parameter) -> (key path of its module, its names in the module)."""
+    modules: list[tuple[str, nn.Module]]
+    """The modules of the state, with their key paths."""
     state: object
+
+    @cached_property
+    def found(self) -> Mapping[int, tuple[str, NamedParameter]]:
+        """id(parameter) -> (key path of its module, its names in the module)."""
+        by_identity: dict[int, tuple[str, NamedParameter]] = {}
+        for path, module in self.modules:
+            for member in flat_members(module):
+                by_identity.setdefault(id(member.parameter), (path, NamedParameter.of(member)))
+            clean = CleanNames(module)
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                named = NamedParameter(parameter, (clean.of(name),))
+                by_identity.setdefault(id(parameter), (path, named))
+        return by_identity
 
     def of(self, optimizer: Optimizer) -> OptimizerNames:
         """Returns the names of the optimizer's parameters (rule 2).
@@ -182,16 +195,11 @@ def _tensor_entries(
 
 
 def parameter_names(state: object) -> ParameterNames:
-    """Returns the names of all parameters of the modules in a state."""
-    by_identity: dict[int, tuple[str, NamedParameter]] = {}
-    for path, module in modules(state):
-        for member in flat_members(module):
-            by_identity.setdefault(id(member.parameter), (path, NamedParameter.of(member)))
-        clean = CleanNames(module)
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            named = NamedParameter(parameter, (clean.of(name),))
-            by_identity.setdefault(id(parameter), (path, named))
-    return ParameterNames(by_identity, state)
+    """Returns the names of all parameters of the modules in a state.
+
+    They are looked up once an optimizer needs them. Raises StateError if the state is too deep.
+    """
+    return ParameterNames([*modules(state)], state)
 
 
 def _check_undivided(parameters: list[torch.Tensor]) -> None:
