@@ -198,6 +198,13 @@ class Clock:
             _tell(stage.close(error))
 
 
+_pauses: set[object] = set()
+"""The blocks of `pause_collection`, of all threads, that have begun and not ended."""
+_collects = True
+"""Whether the garbage collector was enabled before the first of them."""
+_pauses_lock = threading.RLock()
+
+
 @contextmanager
 def pause_collection() -> Iterator[None]:
     """Disables the garbage collector inside the block, for work of seconds without cyclic garbage.
@@ -205,13 +212,22 @@ def pause_collection() -> Iterator[None]:
     A plan has several objects for each tensor. Python searches all objects whenever their number
     has grown by a quarter: with torch imported, that is most of the time of a plan. A block that
     calls one function ends when the function's objects are gone, and none of them is searched.
+    Blocks of several threads may overlap: the last one that ends enables the collector.
     """
-    back = gc.enable if gc.isenabled() else gc.disable
+    global _collects
+    block = object()
     try:
-        gc.disable()  # inside `try`: an interrupt may come just after
+        with _pauses_lock:  # inside `try`: an interrupt may come just after
+            if not _pauses:
+                _collects = gc.isenabled()
+            _pauses.add(block)
+            gc.disable()
         yield
     finally:
-        back()
+        with _pauses_lock:
+            _pauses.discard(block)
+            if not _pauses and _collects:
+                gc.enable()
 
 
 @contextmanager

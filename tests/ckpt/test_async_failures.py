@@ -179,6 +179,19 @@ def test_an_interrupt_as_garbage_is_put_off_leaves_it_collected(
         gc.enable()
 
 
+def test_garbage_is_collected_after_the_last_of_two_threads_that_put_it_off() -> None:
+    first, second = pause_collection(), pause_collection()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    try:
+        assert gc.isenabled()
+    finally:
+        gc.enable()
+
+
 def test_a_writer_that_is_killed_is_an_error_and_the_next_save_has_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
