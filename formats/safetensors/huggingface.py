@@ -174,18 +174,6 @@ def check_in_their_files(
         )
 
 
-def in_two_files(file: str, name: str, index: str | None) -> FormatError:
-    if index is None:
-        return FormatError(
-            f"{file}: {name} lies in another file of the folder too, so the files are several "
-            "checkpoints; name one of the files"
-        )
-    return FormatError(
-        f"{file}: {name} lies in another file of {index} too, and the index does not name one of "
-        "the two; open one of the files by its name"
-    )
-
-
 _Shards = dict[tuple[str, int], dict[int, str]]
 """The names of shards by number; by their base name and count."""
 
@@ -440,7 +428,13 @@ def _merge(
             if weight_map.get(name, file) != file:
                 continue
             if name in tensors:
-                raise in_two_files(file, name, index)
+                problem = (
+                    "and the index does not name one of the two; open one of the files by its name"
+                    if index
+                    else "so the files are several checkpoints; name one of the files"
+                )
+                where = index or "the folder"
+                raise FormatError(f"{file}: {name} lies in another file of {where} too, {problem}")
             tensors[name] = record
         for alias, name in content.aliases.items():
             if aliases.setdefault(alias, name) != name:
