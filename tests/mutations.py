@@ -809,8 +809,8 @@ MUTATIONS = (
     ),
     Mutation(
         "convert: a result has the dtypes of its source",
-        "if (wanted.shape, wanted.dtype) != (found.shape, found.dtype):",
-        "if wanted.shape != found.shape:",
+        "if (tensor.shape, tensor.dtype) != (other.shape, other.dtype):",
+        "if tensor.shape != other.shape:",
         "ckpt/read_back",
     ),
     Mutation(

@@ -44,7 +44,6 @@ from formats.catalog import (
     TensorRef,
     Tree,
 )
-from formats.dtypes import DType
 from formats.errors import CorruptError
 from formats.native.manifest import WRITER_KEYS, Manifest, ShardFile
 from formats.native.shard import ShardSummary, sort_for_file
@@ -200,8 +199,12 @@ def outgoing(
         record = catalog.tensors[leaf.name]
         first = first_names.setdefault(leaf.name, path)
         if first != path and not untied:
-            if casts.names(path):
-                _check_alike(path, casts.written_dtype(path, record), first, sources[first].dtype)
+            dtype, written = casts.written_dtype(path, record), sources[first].dtype
+            if casts.names(path) and dtype != written:
+                raise ArgumentError(
+                    f"{path} is tied to {first}, and dtype= makes it {dtype} and {first} "
+                    f"{written}; give both names one dtype, or leave one out (exclude=)"
+                )
             aliases[path] = first
             return TensorRef(first)
         if record.strides is not None and record.strides != row_major(record.shape):
@@ -224,15 +227,6 @@ def outgoing(
         optimizers=catalog.optimizers,
         modules=modules if catalog.format == "huggingface" else (),
     )
-
-
-def _check_alike(name: str, dtype: DType, first: str, written: DType) -> None:
-    """Raises ArgumentError if a tied name would get another dtype than the stored tensor."""
-    if dtype != written:
-        raise ArgumentError(
-            f"{name} is tied to {first}, and dtype= makes it {dtype} and {first} {written}; give "
-            "both names one dtype, or leave one out (exclude=)"
-        )
 
 
 def check_located(state: StoredState) -> None:
@@ -259,14 +253,19 @@ def check_written(wanted: StoredState, found: StoredState, url: str, target_form
     Raises:
         CorruptError: they differ. The message names the tensor or value.
     """
-    tensors = {name: found.tensors.get(found.aliases.get(name, name)) for name in wanted.tensors}
+    written: list[OutgoingTensor] = []
     for name, tensor in wanted.tensors.items():
-        _check_described(tensor, tensors[name], url)
+        other = found.tensors.get(found.aliases.get(name, name))
+        if other is None:
+            raise _differs(url, name, "it is missing")
+        if (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
+            now, before = (f"{each.dtype} {list(each.shape)}" for each in (other, tensor))
+            raise _differs(url, name, f"it is {now} and was {before}")
+        written.append(other)
     names = {*found.tensors, *found.aliases}
     for name in wanted.aliases:
         if target_format not in (*FLAT_FORMATS, GGUF) and name not in names:
             raise _differs(url, name, "it is missing")
-    written = [tensor for tensor in tensors.values() if tensor is not None]
     with (
         stream_tensors(wanted.copier, list(wanted.tensors.values())) as ours,
         stream_tensors(found.copier, written) as theirs,
@@ -279,17 +278,6 @@ def check_written(wanted: StoredState, found: StoredState, url: str, target_form
         found.copier.finish()
     if target_format not in (*FLAT_FORMATS, GGUF):
         _check_values(dict(plain_values(wanted.tree)), dict(plain_values(found.tree)), url)
-
-
-def _check_described(wanted: OutgoingTensor, found: OutgoingTensor | None, url: str) -> None:
-    if found is None:
-        raise _differs(url, wanted.name, "it is missing")
-    if (wanted.shape, wanted.dtype) != (found.shape, found.dtype):
-        raise _differs(
-            url,
-            wanted.name,
-            f"it is {found.dtype} {list(found.shape)} and was {wanted.dtype} {list(wanted.shape)}",
-        )
 
 
 def _first_difference(a: Iterator[memoryview], b: Iterator[memoryview]) -> int | None:
