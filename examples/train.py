@@ -118,7 +118,7 @@ def joined(runtime: str) -> Iterator[Ranks]:
         yield Ranks(dist.get_rank(), dist.get_world_size())
     finally:
         dist.destroy_process_group()
-        gc.collect()  # a model of torch's FSDP2 keeps the group: docs/sharding.md, How a process ends
+        gc.collect()  # a model of torch's FSDP2 keeps the group (docs/sharding.md)
 
 
 def build(runtime: str, seed: int) -> nn.Module:
