@@ -77,7 +77,7 @@ class Chunks(Protocol):
         """
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class DecodedChunks:
     """Chunks without checksums, whose bytes a function makes, perhaps of the stored ones."""
 
