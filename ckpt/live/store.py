@@ -203,16 +203,14 @@ class LiveStore(ReadOnlyStore):
             end = offset + sum(map(len, views))
             raise self.truncation_error(name, offset, end, shared.size)
 
-    def delta(self, name: str, areas: Sequence[Area]) -> Delta | None:
+    def delta(self, name: str, areas: Sequence[Area], is_of_swarm: bool = False) -> Delta | None:
         """Returns the delta of areas of a file of another host since the version before it.
 
-        None if no server has both versions, or this process shares what it reads, so that its
-        pieces are brought to this version. Raises FormatError for an answer that is no delta.
+        None if no server has both versions, or if this process shares what it reads: `is_of_swarm`
+        is for its pieces. Raises FormatError for an answer that is no delta.
         """
-        return None if self._share is not None else self.delta_of(name, areas)
-
-    def delta_of(self, name: str, areas: Sequence[Area]) -> Delta | None:
-        """As `delta`, for the pieces of a swarm, too."""
+        if self._share is not None and not is_of_swarm:
+            return None
         from ckpt.transfer.live_deltas import Delta  # numpy is for those who need it
 
         body = {"delta": [area.as_json() for area in areas]}

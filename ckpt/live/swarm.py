@@ -341,7 +341,7 @@ class Share:
         spans, width = [one.span(piece) for piece in batch], one.width
         areas = [Area(lo, width, ((hi - lo) // width,), (width,), True) for lo, hi in spans]
         try:
-            delta = store.delta_of(one.file, areas)
+            delta = store.delta(one.file, areas, is_of_swarm=True)
             if delta is None or delta.nbytes > DELTA_PAYS * sum(area.nbytes for area in areas):
                 one.base = 0
             views = [area.of(one.view[lo:hi]) for area, (lo, hi) in zip(areas, spans, strict=True)]

@@ -438,8 +438,6 @@ def _has_base(source: Source, found: Match, rank: int, options: LoadOptions) -> 
         if local.numel() >= PROBE_ELEMENTS
         and local.dtype == torch_dtype(records[item.source].dtype.torch_name)
     ]
-    if not likely:
-        return False
     likely.sort(key=lambda pair: (pair[1].ndim < 2, pair[1].numel()))
     from ckpt.transfer.live_deltas import apply_delta  # zstandard is for those who need it
 
