@@ -7,8 +7,8 @@ Rules:
    gives the lease over its Unix socket, with the descriptors of its files.
 2. A lease ends if the store reads nothing for a while. The next read then takes another one on the
    same version. Once the version is retired, reads raise VersionGoneError with the newest version.
-3. Files of a server on this host are read from its memory (`ckpt.live.shared_files`), others by
-   ranges over HTTP, from the first of their servers that answers.
+3. Files of a server on this host that has the same token are read from its memory
+   (`ckpt.live.shared_files`), others by ranges over HTTP, from the first server that answers.
 4. Without a version in the URL, the versions are the folders of the store.
 
 The answers of a server of live states as values, checked.
@@ -84,8 +84,6 @@ class _Lease:
     seconds: float
     """The time after which it ends unless it is renewed."""
     files: Mapping[str, FileAt]
-    server: str
-    """The ID of the server that answers."""
     renewed: float = 0.0
     is_by_socket: bool = False
     """Whether the lease ends with the connection to the server on this host."""
@@ -120,8 +118,6 @@ class LiveStore(ReadOnlyStore):
         self._clients: dict[Address, HttpClient] = {}
         self._local: HostServer | None = None
         """The server of this state on this host."""
-        self._looked: dict[Address, bool] = {}
-        """Whether an address is that of the server on this host."""
         self._beside: dict[int, LiveStore] = {}
         self._lease: _Lease | None = None
         self._share = share_of(url)
@@ -275,7 +271,6 @@ class LiveStore(ReadOnlyStore):
             lease, self._lease = self._lease, None
             beside, self._beside = self._beside, {}
             local, self._local = self._local, None
-            self._looked.clear()
         for store in beside.values():
             store.close()
         for http_client in self._clients.values():
@@ -322,7 +317,6 @@ class LiveStore(ReadOnlyStore):
         with suppress(OSError):  # none on this host, or no folder for sockets
             self._local = self._local or HostServer(self._live.name, self._told.seconds)
         lease = self._lease_here(version) or self._lease_by_http(version)
-        self._looked[self._home] = lease.is_by_socket or self._is_local(lease.server)
         lease.renewed = began
         return lease
 
@@ -341,12 +335,6 @@ class LiveStore(ReadOnlyStore):
             raise
         except CkptError:
             return None  # the answer by HTTP says the same, with the address
-
-    def _is_local(self, server: str) -> bool:
-        """Whether the server on this host has this ID; False if it does not say."""
-        with suppress(StoreError):
-            return self._local is not None and self._local.server == server
-        return False
 
     def _lease_by_http(self, version: int | None) -> _Lease:
         path = path_of(self._live.name, "leases") + "?while=connected"
@@ -400,26 +388,16 @@ class LiveStore(ReadOnlyStore):
             return lease.shared[name]
 
     def _find_here(self, lease: _Lease, name: str) -> SharedFile | None:
-        local = self._local
-        if local is None or not any(map(self._is_here, lease.files[name].at)):
+        """Returns a file of the server on this host, if that has this state's token and file."""
+        local, token = self._local, self._told.token or ""
+        if local is None:
             return None
-        token = self._told.token or ""
         try:
-            segments = local.get(lease.version, name, token)
+            return SharedFile(local.get(lease.version, name, token), local)
         except VersionGoneError as error:  # it names the socket
             raise VersionGoneError(self._live.shown, lease.version, error.newest) from None
-        return SharedFile(segments, local)
-
-    def _is_here(self, address: Address) -> bool:
-        """Whether the server of an address is the one on this host: their IDs are equal."""
-        if address not in self._looked:
-            local, is_here = self._local, False
-            with suppress(StoreError):
-                if local is not None and local.address == address:
-                    answer = self._client(address).ask("GET", path_of(self._live.name))
-                    is_here = news_in(self._sound(answer), self.url).server == local.server
-            self._looked[address] = is_here
-        return self._looked[address]
+        except CkptError:  # of another state, or of a host without this file
+            return None
 
     def fetch(self, name: str, offset: int, views: Sequence[memoryview]) -> None:
         """Reads a range by HTTP, from the first server that answers (rule 3)."""
@@ -459,8 +437,6 @@ class NewsAnswer:
 
     newest: int | None
     versions: tuple[int, ...]
-    server: str
-    """The ID of the server that answers."""
 
 
 def _lease_in(found: Mapping[str, object], where: str) -> _Lease:
@@ -471,7 +447,6 @@ def _lease_in(found: Mapping[str, object], where: str) -> _Lease:
             text_in("lease", found["lease"]),
             seconds_in("seconds", found["seconds"]),
             files_of("files", found["files"]),
-            text_in("server", found["server"]),
         )
 
 
@@ -485,7 +460,6 @@ def news_in(answer: Answer, where: str) -> NewsAnswer:
         return NewsAnswer(
             None if newest is None else version_in("newest", newest),
             tuple(version_in("versions", version) for version in versions),
-            text_in("server", found["server"]),
         )
 
 
