@@ -29,7 +29,7 @@ from functools import reduce
 from operator import or_
 from random import random
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import xxhash
 
@@ -53,7 +53,7 @@ from formats.errors import FormatError
 from sharding.errors import CkptError
 
 if TYPE_CHECKING:
-    from ckpt.live.store import LiveStore
+    from ckpt.transfer.live_deltas import Area, Delta
 
 LEAST_PIECE, MOST_PIECE = 64 << 10, 4 << 20
 PIECES = 128
@@ -186,6 +186,23 @@ class Tracker:
         return self._digests[piece]
 
 
+class Lender(Protocol):
+    """The version of a live state that a load reads: a `ckpt.live.store.LiveStore`."""
+
+    url: str
+
+    @property
+    def version(self) -> int: ...
+
+    def size(self, name: str) -> int: ...
+
+    def ask_pieces(self, name: str, told: list[object]) -> list[list[Any]]: ...
+
+    def delta(self, name: str, areas: Sequence[Area], is_of_swarm: bool) -> Delta | None: ...
+
+    def fetch(self, name: str, offset: int, views: Sequence[memoryview]) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class _Pieces:
     """A file in the memory of a source."""
@@ -244,7 +261,7 @@ class Share:
         self._thread = threading.Thread(target=serve, args=(self._serve(),), daemon=True)
         self._thread.start()
 
-    def expect(self, store: LiveStore, file: str, ranges: Sequence[tuple[int, int, int]]) -> None:
+    def expect(self, store: Lender, file: str, ranges: Sequence[tuple[int, int, int]]) -> None:
         """Notes the pieces of a file that a load will read: bytes `[lo, hi)` and the itemsize."""
         lo, hi = min(lo for lo, _, _ in ranges), max(hi for _, hi, _ in ranges)
         width = max(ranges, key=lambda one: one[1] - one[0])[2]
@@ -257,9 +274,7 @@ class Share:
             for lo, hi, _ in ranges:
                 one.needs |= one.pieces(lo, hi)
 
-    def read_into(
-        self, store: LiveStore, file: str, offset: int, views: Sequence[memoryview]
-    ) -> bool:
+    def read_into(self, store: Lender, file: str, offset: int, views: Sequence[memoryview]) -> bool:
         """Fills the views; returns whether the swarm gives their pieces.
 
         Until these are here, takes whichever pieces of the file the load needs.
@@ -318,7 +333,7 @@ class Share:
         found = self._files[_end_of(file)] = _Pieces(file, version, memory, view, base)
         return found
 
-    def _work(self, store: LiveStore, one: _Pieces) -> None:
+    def _work(self, store: Lender, one: _Pieces) -> None:
         """Takes some of the pieces that are wanted, or waits for those that others take."""
         with self._changed:
             batch = some_of(one.base & one.wants, MOST_PIECE * BATCH // one.span(0)[1])
@@ -334,7 +349,7 @@ class Share:
         if not one.needs & ~one.has:
             store.ask_pieces(one.file, self._message(one, 0))  # tells which it has
 
-    def _brought(self, store: LiveStore, one: _Pieces, batch: Sequence[int]) -> int:
+    def _brought(self, store: Lender, one: _Pieces, batch: Sequence[int]) -> int:
         """Returns the pieces that a delta has brought from the version before to this one."""
         from ckpt.transfer.live_deltas import Area  # numpy is for those who need it
 
@@ -351,7 +366,7 @@ class Share:
             one.base = 0
             return 0
 
-    def _take(self, store: LiveStore, one: _Pieces) -> None:
+    def _take(self, store: Lender, one: _Pieces) -> None:
         """Asks for pieces, and takes them from their source."""
         with self._changed:
             message = self._message(one, one.wants)
