@@ -366,10 +366,7 @@ def _reshape(view: View, shape: Shape) -> View:
         raise ValueError(f"no elements in {shape}")
     left, right, at = [*view.shape], [*shape], 0
     while left or right:
-        here, there = (
-            min(1, len(left)),
-            min(1, len(right)),
-        )  # one side may have sizes of 1 at the end
+        here, there = min(1, len(left)), min(1, len(right))  # 0: sizes of 1 at the other's end
         while prod(left[:here]) != prod(right[:there]):
             if prod(left[:here]) < prod(right[:there]):
                 here += 1
