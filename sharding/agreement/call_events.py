@@ -121,14 +121,6 @@ def take_requests() -> dict[str, Requests]:
 _NONE = Requests()
 
 
-def _renew_lock() -> None:
-    global _requests_lock
-    _requests_lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
-
-
 def observe(observer: Observer) -> Callable[[], None]:
     """Calls `observer` with each event from now on. Returns a function that ends this."""
     global _observers
@@ -228,6 +220,18 @@ def pause_collection() -> Iterator[None]:
             _pauses.discard(block)
             if not _pauses and _collects:
                 gc.enable()
+
+
+def _begin_in_child() -> None:
+    """Forgets, in a forked process, the threads that it has not: their locks, and their pauses."""
+    global _requests_lock, _pauses_lock
+    _requests_lock, _pauses_lock = threading.Lock(), threading.RLock()
+    if _pauses and _collects:
+        gc.enable()
+    _pauses.clear()
+
+
+os.register_at_fork(after_in_child=_begin_in_child)
 
 
 @contextmanager

@@ -179,6 +179,28 @@ def test_an_interrupt_as_garbage_is_put_off_leaves_it_collected(
         gc.enable()
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # from Python 3.12 on
+def test_a_process_that_is_forked_while_a_thread_puts_collection_off_collects_garbage() -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        with pause_collection():
+            begun.set()
+            over.wait(SECONDS)
+
+    thread = threading.Thread(target=pause)
+    thread.start()
+    assert begun.wait(SECONDS)
+    child = os.fork()
+    if not child:
+        with pause_collection():
+            is_off = not gc.isenabled()
+        os._exit(0 if is_off and gc.isenabled() else 1)
+    over.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_garbage_is_collected_after_the_last_of_two_threads_that_put_it_off() -> None:
     first, second = pause_collection(), pause_collection()
     first.__enter__()
