@@ -394,9 +394,7 @@ class LiveStore(ReadOnlyStore):
             return None
         try:
             return SharedFile(local.get(lease.version, name, token), local)
-        except VersionGoneError as error:  # it names the socket
-            raise VersionGoneError(self._live.shown, lease.version, error.newest) from None
-        except CkptError:  # of another state, or of a host without this file
+        except CkptError:  # it has another state, or not this file, or not any more
             return None
 
     def fetch(self, name: str, offset: int, views: Sequence[memoryview]) -> None:
