@@ -112,6 +112,7 @@ class Options(Written):
     compress: bool
     kind: KindName | None
     world_size: int | None
+    since: str | None
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -153,6 +154,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=ranks_in,
         help="the number of ranks, 1 or more; goes with --kind only, and has to be given for "
         "sharded and local; any format but ckpt holds full tensors of 1 rank",
+    )
+    add(
+        "--since",
+        metavar="OLD",
+        help="for hf: write only what is different from OLD, an earlier version, into a folder "
+        "weight_v000007, as slime and SGLang's pull_weights read it",
     )
     add_target(parser)
 
@@ -227,6 +234,7 @@ def run(options: Options) -> int:
         compress=options.compress,
         kind=options.kind,
         world_size=options.world_size,
+        since=options.since,
     )
 
 

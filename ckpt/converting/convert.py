@@ -21,6 +21,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpt.arguments import DtypeName, FormatName, KindName
@@ -224,6 +225,7 @@ def convert(
     progress: Progress | None = None,
     storage_options: Options = None,
     dst_storage_options: Options = None,
+    since: str | os.PathLike[str] | None = None,
 ) -> ConvertReport:
     """Writes the checkpoint at `src`, or a part of it, to `dst`, and returns a report.
 
@@ -284,6 +286,9 @@ def convert(
         progress: called with numbers of bytes as this rank reads them.
         storage_options: options of the fsspec drivers of both URLs.
         dst_storage_options: options of the driver of `dst` in place of `storage_options`.
+        since: an earlier version of `src`. For `hf`: the target, whose name is `weight_v000007`,
+            has what is different only, as slime and SGLang's `pull_weights` read it. Takes
+            neither `group` nor `resume` nor `verify`; `storage_options` are for it too.
 
     Raises:
         ArgumentError: a format, kind, number of ranks or dtype is unknown, the format has no such
@@ -301,7 +306,7 @@ def convert(
         StoreError: the disk or object store failed, or the ranks read different checkpoints.
         RankError: another rank failed; it has that rank's number and error.
     """
-    changes = Changes(
+    given = changes = Changes(
         select=select,
         part=part,
         include=include,
@@ -325,6 +330,13 @@ def convert(
         casts=Casts.of(dtype),
     )
     target.check(changes, resume, group)
+    if since is not None and (
+        target.format is not Format.HUGGINGFACE or resume or verify or group != SELF
+    ):
+        raise ArgumentError(
+            "since= is for a folder of hf that one process writes at once: give to='hf', and leave "
+            "out resume=, verify= and group="
+        )
     ranks = Ranks(group)
     is_first = ranks.rank == 0
     with ranks.call("ckpt.convert"), ExitStack() as stack:
@@ -354,6 +366,16 @@ def convert(
         mapped, state = described.found, described.state
         check_located(state)
         source.check(mapped.catalog)
+        write = partial(target.write, ranks, state)
+        if since is not None:
+            from ckpt.converting.weight_delta import check_alike, version_in, write_delta  # few do
+
+            before = stack.enter_context(open_source(since, storage_options))
+            own = of_weights(given, before, target.format)[0].resolved(before)
+            older = target.describe(before, own, allow_loss).state
+            check_located(older)
+            check_alike(state, older)
+            write = partial(write_delta, version_in(target.url), state, older, target.open_writer)
         if not dry_run:
             ranks.doing("writing")
         if not dry_run and resume:
@@ -363,7 +385,7 @@ def convert(
             identity = identity_of(source.parts or [source], options, plans)
             target.write_missing(state, plans, identity)
         elif not dry_run:
-            target.write(ranks, state)
+            write()
         if verify and not dry_run and is_first:
             from ckpt.checking.verify import library_problems  # start-up, for few conversions
 

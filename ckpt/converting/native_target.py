@@ -283,17 +283,29 @@ def check_written(wanted: StoredState, found: StoredState, url: str, target_form
 def _first_difference(a: Iterator[memoryview], b: Iterator[memoryview]) -> int | None:
     """Returns the first byte in which two streams differ; None if they are equal."""
     at = 0
+    for left, right in paired(a, b):
+        if len(left) != len(right):
+            return at
+        unequal = np.frombuffer(left, np.uint8) != np.frombuffer(right, np.uint8)
+        if unequal.any():
+            return at + int(unequal.argmax())
+        at += len(left)
+    return None
+
+
+def paired(
+    a: Iterator[memoryview], b: Iterator[memoryview]
+) -> Iterator[tuple[memoryview, memoryview]]:
+    """Yields two streams in parts of equal length, and last what one of them has alone."""
     left = right = memoryview(b"")
     while True:
         left = left or _next(a)
         right = right or _next(b)
-        size = min(len(left), len(right))
-        if size == 0:
-            return at if len(left) or len(right) else None
-        unequal = np.frombuffer(left[:size], np.uint8) != np.frombuffer(right[:size], np.uint8)
-        if unequal.any():
-            return at + int(unequal.argmax())
-        left, right, at = left[size:], right[size:], at + size
+        size = min(len(left), len(right)) or max(len(left), len(right))
+        if not size:
+            return
+        yield left[:size], right[:size]
+        left, right = left[size:], right[size:]
 
 
 def _next(blocks: Iterator[memoryview]) -> memoryview:
