@@ -24,6 +24,7 @@ import socket
 import ssl
 import sys
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -53,7 +54,7 @@ LAST_SECONDS = 1.0
 Headers = Sequence[tuple[str, str]]
 
 
-class Content:
+class Content(ABC):
     """A file to answer with. It closes after as many calls of `give` as of `take`."""
 
     is_slow = False
@@ -72,13 +73,13 @@ class Content:
         if self._users == 0:
             self.close()
 
+    @abstractmethod
     def close(self) -> None:
         """Closes the file."""
-        raise NotImplementedError
 
+    @abstractmethod
     def segments(self, lo: int, hi: int) -> Iterator[Segment]:
         """Yields the ranges of descriptors for bytes `lo` to `hi`."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
