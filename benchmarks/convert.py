@@ -86,8 +86,9 @@ def _convert(store: str, rounds: int) -> measure.Samples:
         return measure.Contestant(run, fresh, check)
 
     def ours_of(source: str, to: Any, target: str, check: Callable[[], None]) -> measure.Contestant:
-        sizes = {"max_shard_bytes": SHARD_BYTES} if to in ("ckpt", "hf") else {}
-        return contestant(lambda: ckpt.convert(source, target, to=to, **sizes), check)
+        options: dict[str, Any] = {"max_shard_bytes": SHARD_BYTES} if to in ("ckpt", "hf") else {}
+        options |= {"select": ""} if to == "hf" else {}  # the optimizer's state too
+        return contestant(lambda: ckpt.convert(source, target, to=to, **options), check)
 
     contestants = {
         report.FLOOR: contestant(copied, fresh),
