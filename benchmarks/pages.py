@@ -75,7 +75,7 @@ QUOTES = (
     *(
         Quote(f"100 KB, {does}, {ranks}, CPU", "fixed", f"{title} 100 KB", (ranks[0],), goal)
         for does, title, goal in (("save", "Save", "1.3"), ("load", "Load", "1.2"))
-        for ranks in ("1 rank", "2 ranks", "8 ranks")
+        for ranks in ("1 rank", "8 ranks")
     ),
 )
 
@@ -94,7 +94,8 @@ def write(script: str, heading: str, tables: Sequence[report.Table]) -> None:
     page, machine = PERFORMANCE if script == "stages" else report.README, report.machine()
     if f"{machine}." != _between(page.read_text(), MACHINE).strip():
         heading += f", {machine}"
-    text = "\n".join([f"{heading}.\n", *(one.brief() for one in tables)])
+    shown = [one.brief() for one in tables if not one.title.startswith(report.TABLES_LEFT_OUT)]
+    text = "\n".join([f"{heading}.\n", *shown])
     page.write_text(_with(page.read_text(), script, text))
 
 

@@ -34,6 +34,8 @@ LEFT_OUT = ("extra MiB a rank", "write calls", "losses of FSDP2, to the bit")
 """The columns that a page does not show."""
 WAYS_LEFT_OUT = ("ckpt, verify=False", "the same, verify=False", "torch DCP, plans cached")
 """The rows that a page does not show: by the name of a way, which another row is close to."""
+TABLES_LEFT_OUT = ("Peak memory of ckpt fully_shard by the size of units", "Checksums of chunks")
+"""How the titles of the tables begin that a page does not show."""
 SPREAD = re.compile(r"^(\S+) \([^()]*–[^()]*\)$")
 """A cell of `spread`."""
 
