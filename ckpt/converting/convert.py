@@ -293,8 +293,8 @@ def convert(
     Raises:
         ArgumentError: a format, kind, number of ranks or dtype is unknown, the format has no such
             kind or compression, the checkpoint has no entry at `select`, or no such part, a pattern
-            or a rule matches no name, a mapping does not fit, tied names get two dtypes, or
-            `config` has no effect.
+            or a rule matches no name, a mapping does not fit, tied names get two dtypes, `config`
+            has no effect, or `since` has other names, shapes or dtypes.
         NotACheckpointError: no checkpoint is at `src`, or no `config.json` at `config`.
         ExistsError: a file, folder or checkpoint is at `dst` and `overwrite` is False, or it
             cannot be replaced.
