@@ -216,10 +216,17 @@ def pause_collection() -> Iterator[None]:
             gc.disable()
         yield
     finally:
-        with _pauses_lock:
-            _pauses.discard(block)
-            if not _pauses and _collects:
-                gc.enable()
+        try:
+            _end_pause(block)
+        finally:
+            _end_pause(block)  # does what an interrupt inside the first one has left
+
+
+def _end_pause(block: object) -> None:
+    with _pauses_lock:
+        _pauses.discard(block)
+        if not _pauses and _collects:
+            gc.enable()
 
 
 def _begin_in_child() -> None:
