@@ -158,14 +158,11 @@ def _write_page(
     path: str, url: str, storage: Mapping[str, object] | None, found: Comparison
 ) -> None:
     from ckpt.checking.diff import size_order
-    from ckpt.checking.report import file_problems
     from ckpt.opening.sources import open_source
-    from tools.page import chain_of, describe, describe_differences, name_of, write_page
+    from tools.page import describe_differences, describe_source, name_of, write_page
 
     with open_source(url, storage) as source:
-        chain = chain_of(source.url, source.catalog, storage)
-        wrong = file_problems(source.store.sizes(), source.catalog)
-        data = describe(source.url, source.catalog, chain, wrong=wrong)
+        data = describe_source(source, storage)
     ordered = replace(found, tensors=tuple(sorted(found.tensors, key=size_order)))
     title = f"{name_of(found.a)} → {name_of(found.b)}"
     write_page(path, {**data, "name": title, "differences": describe_differences(ordered)})

@@ -99,12 +99,8 @@ def epilog(examples: Sequence[tuple[str, str]], codes: Iterable[ExitCode]) -> st
 
 
 def code_of(error: BaseException) -> ExitCode:
-    found = ExitCode.INTERNAL
-    for kinds, code in _BY_ERROR:
-        if isinstance(error, kinds):
-            found = code
-            break
-    return found
+    codes = (code for kinds, code in _BY_ERROR if isinstance(error, kinds))
+    return next(codes, ExitCode.INTERNAL)
 
 
 _BY_ERROR: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], ExitCode], ...] = (

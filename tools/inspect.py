@@ -9,9 +9,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
-from ckpt.checking.report import file_problems
 from ckpt.display import amount, count, printable, size
 from ckpt.loading.newest import BEGAN
 from ckpt.mapping.changes import parameters_in
@@ -32,9 +30,6 @@ from sharding.layout import FlatShard, Layout, Only, Replicate, Shard, Split, St
 from tools.exit_codes import OF_A_READER, ExitCode, Help
 from tools.options import Option, add_storage_options, mapping
 from tools.text import columns, date, json_text, numbers, place, shorten
-
-if TYPE_CHECKING:
-    from ckpt.opening.sources import Source
 
 HELP = Help(
     summary="show tensors, values and files of a checkpoint",
@@ -129,23 +124,16 @@ def run(options: Options) -> int:
         chosen = _chosen(options.patterns)
         values = {name: value for name, value in values.items() if chosen(name)}
         if options.html is not None:
-            _write_page(options.html, source, settings)
+            from tools.page import describe_source, write_page
+
+            write_page(options.html, describe_source(source, settings))
+            print(printable(options.html))
         elif options.as_json:
             print(json_text(_describe(options.url, catalog, values, chosen)))
         else:
             for line in _lines(options, catalog, values, chosen):
                 print(line)
     return ExitCode.FINE
-
-
-def _write_page(path: str, source: Source, settings: Mapping[str, object] | None) -> None:
-    """Writes the page of a whole checkpoint, and prints its path."""
-    from tools.page import chain_of, describe, write_page
-
-    chain = chain_of(source.url, source.catalog, settings)
-    wrong = file_problems(source.store.sizes(), source.catalog)
-    write_page(path, describe(source.url, source.catalog, chain, wrong=wrong))
-    print(printable(path))
 
 
 def selects(pattern: str, name: str) -> bool:

@@ -229,9 +229,7 @@ def _print_tensors(options: Options, catalog: Catalog) -> None:
         print(line)
 
 
-def _has_checkpoints(
-    url: str, settings: Mapping[str, object] | None, signs: Sequence[str] = (MANIFEST, DCP_METADATA)
-) -> bool:
+def _has_checkpoints(url: str, settings: Mapping[str, object] | None, signs: Sequence[str]) -> bool:
     """Whether a place is a folder of checkpoints, in which a converted file may lie too.
 
     `signs` are the files that show one. A folder of a training has DCP's as parts of its own.

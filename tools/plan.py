@@ -90,12 +90,14 @@ def run(options: Options) -> int:
     """Prints a line for each planned rank, and the rank that reads most."""
     from ckpt.converting.layouts import PlacementRule, TargetLayouts, parse_mesh
     from ckpt.opening.sources import open_source
+    from ckpt.state.patterns import check_names_some, matches
 
     rules = [PlacementRule.parse(text) for text in options.placements or ()]
     target = TargetLayouts(parse_mesh(options.mesh, options.world_size), rules)
     ranks = _ranks(options.ranks, options.world_size)
     with open_source(options.url, mapping(options.storage_options)) as source:
-        _check_rules(source, rules)
+        for rule in rules:
+            check_names_some(rule.pattern, list(source.catalog.tensors), source.url, matches)
         found = _plan(source, target, ranks)
         if options.as_json:
             print(json_text(_describe(options, source, found)))
@@ -128,7 +130,6 @@ def _plan(source: Source, target: TargetLayouts, ranks: Sequence[int]) -> list[R
 
 def _lines(options: Options, source: Source, found: Sequence[RankReads]) -> list[str]:
     tensors = source.catalog.tensors
-    whole = sum(record.nbytes for record in tensors.values())
     rows = [["rank", "tensors", "holds", "reads", "requests", "files"]]
     for reads in found:
         wanted, read = size(reads.wanted_bytes), size(reads.read_bytes)
@@ -143,26 +144,22 @@ def _lines(options: Options, source: Source, found: Sequence[RankReads]) -> list
             ]
         )
     if options.bandwidth:
-        for row, seconds in zip(
-            rows, ["seconds", *_seconds(options.bandwidth, found)], strict=True
-        ):
-            row.append(seconds)
+        rows[0].append("seconds")
+        for row, reads in zip(rows[1:], found, strict=True):
+            row.append(f"{reads.read_bytes / options.bandwidth:.3g}")
     slowest = max(found, key=lambda reads: reads.read_bytes)
     last = f"rank {slowest.rank} reads most: {size(slowest.read_bytes)}"
     if len(found) < options.world_size:
         last += f" of the {count(len(found), 'rank')} above; --ranks all plans every rank"
-    head = f"{source.catalog.format}, {count(len(tensors), 'tensor')}, {size(whole)}"
+    head = f"{place(options.url)}: {source.catalog.format}, {count(len(tensors), 'tensor')}"
+    whole = size(source.catalog.nbytes)
     return [
-        f"{place(options.url)}: {head}, loaded by {count(options.world_size, 'rank')}",
+        f"{head}, {whole}, loaded by {count(options.world_size, 'rank')}",
         "",
         *columns(rows, right=range(len(rows[0]))),
         "",
         last,
     ]
-
-
-def _seconds(bandwidth: int, found: Sequence[RankReads]) -> list[str]:
-    return [f"{rank.read_bytes / bandwidth:.3g}" for rank in found]
 
 
 def _describe(options: Options, source: Source, found: Sequence[RankReads]) -> dict[str, object]:
@@ -174,19 +171,10 @@ def _describe(options: Options, source: Source, found: Sequence[RankReads]) -> d
         "url": options.url,
         "format": source.catalog.format,
         "tensors": len(source.catalog.tensors),
-        "bytes": sum(record.nbytes for record in source.catalog.tensors.values()),
+        "bytes": source.catalog.nbytes,
         "world_size": options.world_size,
         "ranks": ranks,
     }
-
-
-def _check_rules(source: Source, rules: Sequence[object]) -> None:
-    from ckpt.converting.layouts import PlacementRule
-    from ckpt.state.patterns import check_names_some, matches
-
-    for rule in rules:
-        assert isinstance(rule, PlacementRule)
-        check_names_some(rule.pattern, list(source.catalog.tensors), source.url, matches)
 
 
 def _ranks(text: str | None, world_size: int) -> list[int]:

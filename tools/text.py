@@ -134,16 +134,17 @@ def json_text(value: object) -> str:
     >>> json_text({"max_abs": float("inf")})
     '{\n  "max_abs": "inf"\n}'
     """
-    return json.dumps(_plain(value), indent=2, allow_nan=False)
+    return json.dumps(plain_json(value), indent=2, allow_nan=False)
 
 
-def _plain(value: object) -> object:
+def plain_json(value: object) -> object:
+    """Returns the value with infinite numbers and NaN as texts: JSON has none."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain_json(item) for item in value]
     return value
 
 

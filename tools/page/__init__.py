@@ -16,7 +16,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -25,6 +24,7 @@ from importlib.resources import files
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from ckpt.checking.report import file_problems
 from ckpt.display import amount, printable, size
 from ckpt.errors import ArgumentError, ExistsError
 from ckpt.mapping.changes import parameters_in
@@ -35,10 +35,11 @@ from formats.catalog import Catalog, TensorRecord, Tree, plain_values, str_of
 from formats.detect import is_shard
 from sharding.errors import without_secrets
 from sharding.layout import Box, Layout
-from tools.text import date, numbers
+from tools.text import date, numbers, plain_json
 
 if TYPE_CHECKING:
     from ckpt.checking.diff import Comparison
+    from ckpt.opening.sources import Source
 
 BEGINNING = b"<!doctype html>"
 
@@ -131,9 +132,9 @@ def describe(
 ) -> Json:
     """Returns the data of the page.
 
-    `chain` has the folders of the checkpoints whose chunks this one borrows. At most
-    `shown_pieces` pieces are listed; `pieces_left_out` counts the others. `wrong` tells missing
-    files and files of other sizes.
+    `chain` has the folders of the checkpoints whose chunks this one borrows, its own bases first.
+    At most `shown_pieces` pieces are listed; `pieces_left_out` counts the others. `wrong` tells
+    missing files and files of other sizes.
     """
     layouts: dict[Layout, int] = {}
     files = {file.name: at for at, file in enumerate(catalog.files)}
@@ -201,16 +202,17 @@ def _facts(catalog: Catalog, wrong: str) -> list[list[str]]:
     return [*rows, ["state", "damaged" if wrong else "complete", note, "bad" if wrong else "good"]]
 
 
-def chain_of(url: str, catalog: Catalog, options: Mapping[str, Any] | None) -> list[str]:
-    """Returns the folders of the checkpoints that this one borrows from, its own bases first."""
+def describe_source(source: Source, options: Mapping[str, Any] | None) -> Json:
+    """Returns the data of the page of an opened checkpoint, with the bases of its bases."""
     from ckpt.opening.sources import open_source
 
-    above, _ = split_url(url)
-    found = list(catalog.bases)
-    for folder in found:  # grows meanwhile
-        with open_source(join_url(above, folder), options) as source:
-            found.extend(base for base in source.catalog.bases if base not in found)
-    return found
+    above, _ = split_url(source.url)
+    chain = list(source.catalog.bases)
+    for folder in chain:  # grows meanwhile
+        with open_source(join_url(above, folder), options) as base:
+            chain.extend(other for other in base.catalog.bases if other not in chain)
+    wrong = file_problems(source.store.sizes(), source.catalog)
+    return describe(source.url, source.catalog, chain, wrong=wrong)
 
 
 def name_of(url: str) -> str:
@@ -235,16 +237,7 @@ def describe_differences(found: Comparison) -> Json:
     for key in ("a", "b"):
         values[key] = without_secrets(values[key])
     values["notes"] = [without_secrets(note) for note in found.notes]
-    return {key: plain(value) for key, value in values.items()}
-
-
-def plain(value: Any) -> Any:
-    """Returns the value with infinite numbers and NaN as texts: JSON has none."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+    return {key: plain_json(value) for key, value in values.items()}
 
 
 def boxes_of(layout: Layout) -> list[list[Any]]:
