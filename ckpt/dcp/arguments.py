@@ -34,6 +34,24 @@ T = TypeVar("T")
 _log = logging.getLogger("ckpt.dcp")
 
 
+class OfAPath:
+    """The part of our storage that knows its place."""
+
+    path: str | None
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The place that is read or written next. Raises ArgumentError if none was given."""
+        if self.path is None:
+            raise ArgumentError(f"{type(self).__name__} has no path: pass one, or checkpoint_id=")
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Returns True: every path and URL is valid."""
+        return True
+
+
 def storage_of(
     storage: T | None, kind: type[T], checkpoint_id: str | os.PathLike[str] | None, argument: str
 ) -> T:
@@ -76,6 +94,11 @@ def is_plain_storage(storage: object, kind: type[T]) -> TypeGuard[T]:
     kinds = type(storage).__mro__
     own = kinds[: kinds.index(kind)] if kind in kinds else ()
     return kind in kinds and all(name.startswith("_") for each in own for name in vars(each))
+
+
+def is_served(begun: tuple[object, object]) -> bool:
+    """Whether `ckpt` serves a call: `begun` has its storage, and its state if that is so."""
+    return begun[1] is not None
 
 
 def check_state(state_dict: object) -> None:

@@ -29,6 +29,7 @@ from ckpt.dcp.arguments import (
     group_of,
     have_layouts,
     is_plain_storage,
+    is_served,
     on_all_ranks,
     state_of,
     storage_of,
@@ -80,11 +81,8 @@ def load(
     {'model': {'w': tensor([1., 1.])}, 'step': 1}
     """
     group = group_of(process_group, no_dist)
-
-    def begin() -> _Begun:
-        return _begin(state_dict, storage_reader, checkpoint_id, planner)
-
-    reader, target = on_all_ranks("ckpt.dcp.load", group, begin, _is_served)
+    begin = partial(_begin, state_dict, storage_reader, checkpoint_id, planner)
+    reader, target = on_all_ranks("ckpt.dcp.load", group, begin, is_served)
     if target is None or not isinstance(reader, CkptStorageReader):
         arguments = given_arguments(checkpoint_id=checkpoint_id, planner=planner, no_dist=no_dist)
         with translate_errors(process_group, no_dist):
@@ -153,15 +151,12 @@ class _Target(NamedTuple):
     allows_missing: bool
 
 
-_Begun = tuple[StorageReader, _Target | None]
-
-
 def _begin(
     state_dict: dict[str, Any],
     own_reader: StorageReader | None,
     checkpoint_id: str | os.PathLike[str] | None,
     planner: LoadPlanner | None,
-) -> _Begun:
+) -> tuple[StorageReader, _Target | None]:
     """Returns the reader, and the target if `ckpt.load` serves the call.
 
     Raises ArgumentError for an argument that is not supported.
@@ -236,11 +231,6 @@ def _install(state_dict: dict[str, Any], target: _Target) -> None:
             entry.load_state_dict(nest)
         else:
             state_dict[key] = nest
-
-
-def _is_served(begun: _Begun) -> bool:
-    """Whether `ckpt.load` serves the call."""
-    return begun[1] is not None
 
 
 class _Value:

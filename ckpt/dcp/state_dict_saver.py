@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from warnings import warn
 
@@ -27,6 +28,7 @@ from ckpt.dcp.arguments import (
     group_of,
     have_layouts,
     is_plain_storage,
+    is_served,
     on_all_ranks,
     state_of,
     storage_of,
@@ -48,7 +50,6 @@ if TYPE_CHECKING:
 __all__ = ["AsyncCheckpointerType", "AsyncSaveResponse", "async_save", "save", "save_state_dict"]
 
 State = Mapping[str, Any]
-_Begun = tuple[StorageWriter, dict[str, object] | None]
 
 
 def save(
@@ -80,16 +81,19 @@ def save(
     ['model.w', 'step']
     """
     group = group_of(process_group, no_dist)
-
-    def begin() -> _Begun:
-        return _begin(state_dict, storage_writer, checkpoint_id, planner, use_collectives)
-
-    writer, state = on_all_ranks("ckpt.dcp.save", group, begin, _is_served)
+    begin = partial(_begin, state_dict, storage_writer, checkpoint_id, planner, use_collectives)
+    writer, state = on_all_ranks("ckpt.dcp.save", group, begin, is_served)
     if state is not None and isinstance(writer, CkptStorageWriter):
         _save(writer.checkpoint_id, state, group=group, **_ways(writer))
         return metadata_of_state(state)
+    arguments = given_arguments(
+        storage_writer=writer,
+        checkpoint_id=checkpoint_id,
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
+    )
     with translate_errors(process_group, no_dist):
-        arguments = _torch_arguments(writer, checkpoint_id, planner, process_group, no_dist)
         metadata: Metadata = _torch.save(dict(state_dict), **arguments)
         return metadata
 
@@ -114,20 +118,22 @@ def async_save(
     """
     group = group_of(process_group, no_dist)
     own = planner if async_stager is None else async_stager
-
-    def begin() -> _Begun:
-        return _begin(state_dict, storage_writer, checkpoint_id, own, use_collectives)
-
-    writer, state = on_all_ranks("ckpt.dcp.async_save", group, begin, _is_served)
+    begin = partial(_begin, state_dict, storage_writer, checkpoint_id, own, use_collectives)
+    writer, state = on_all_ranks("ckpt.dcp.async_save", group, begin, is_served)
     if state is not None and isinstance(writer, CkptStorageWriter):
         handle = _save(writer.checkpoint_id, state, group=group, blocking=False, **_ways(writer))
         return SaveFuture(handle, metadata_of_state(state))
-    arguments = _torch_arguments(writer, checkpoint_id, planner, process_group, no_dist)
-    more = given_arguments(
-        async_checkpointer_type=async_checkpointer_type, async_stager=async_stager
+    arguments = given_arguments(
+        storage_writer=writer,
+        checkpoint_id=checkpoint_id,
+        planner=planner,
+        process_group=process_group,
+        async_checkpointer_type=async_checkpointer_type,
+        async_stager=async_stager,
+        no_dist=no_dist,
     )
     with translate_errors(process_group, no_dist):
-        found = _torch.async_save(dict(state_dict), **arguments, **more)
+        found = _torch.async_save(dict(state_dict), **arguments)
     if isinstance(found, Future):
         return translate_future(found, process_group, no_dist)
     found.upload_completion = translate_future(found.upload_completion, process_group, no_dist)
@@ -160,7 +166,7 @@ def _begin(
     checkpoint_id: str | os.PathLike[str] | None,
     own: object,
     use_collectives: bool,
-) -> _Begun:
+) -> tuple[StorageWriter, dict[str, object] | None]:
     """Returns the writer, and the state if `ckpt.save` serves the call.
 
     `own` is the user's planner or stager; torch serves a call with one. Raises ArgumentError for an
@@ -178,11 +184,6 @@ def _begin(
     return writer, state if have_layouts(state) else None
 
 
-def _is_served(begun: _Begun) -> bool:
-    """Whether `ckpt.save` serves the call."""
-    return begun[1] is not None
-
-
 def _ways(writer: CkptStorageWriter) -> dict[str, Any]:
     """Returns the options of a writer of ours as arguments of `ckpt.save`."""
     return {
@@ -191,23 +192,6 @@ def _ways(writer: CkptStorageWriter) -> dict[str, Any]:
         "metadata": writer.metadata,
         "storage_options": writer.storage_options,
     }
-
-
-def _torch_arguments(
-    writer: StorageWriter,
-    checkpoint_id: str | os.PathLike[str] | None,
-    planner: SavePlanner | None,
-    process_group: ProcessGroup | None,
-    no_dist: bool,
-) -> dict[str, Any]:
-    """Returns the arguments for torch's function, without `no_dist` if torch finds out itself."""
-    return given_arguments(
-        storage_writer=writer,
-        checkpoint_id=checkpoint_id,
-        planner=planner,
-        process_group=process_group,
-        no_dist=no_dist,
-    )
 
 
 def __getattr__(name: str) -> object:

@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ckpt.arguments import memory_budget
-from ckpt.errors import ArgumentError, StateError
+from ckpt.dcp.arguments import OfAPath
+from ckpt.errors import StateError
 from ckpt.loading.lazy import Checkpoint
 from ckpt.state.memory import empty_for, is_plain, torch_dtype, will_change
 from ckpt.state.saved import by_name
@@ -53,7 +54,7 @@ class _Wanted(NamedTuple):
     item: ReadItem
 
 
-class CkptStorageReader(StorageReader):
+class CkptStorageReader(OfAPath, StorageReader):
     """Reads any checkpoint for `torch.distributed.checkpoint.load(..., storage_reader=)`.
 
     Reads the native format, safetensors files and Hugging Face folders, torch.save files and
@@ -77,18 +78,6 @@ class CkptStorageReader(StorageReader):
         """The id that torch's StorageMeta has of the next load, until `reset`."""
         self._checkpoint: Checkpoint | None = None
         self._items: dict[str, tuple[KeyPath, Tree]] = {}
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The checkpoint that is read next. Raises ArgumentError if none was given."""
-        if self.path is None:
-            raise ArgumentError(f"{type(self).__name__} has no path: pass one, or checkpoint_id=")
-        return self.path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Returns True: every path and URL is valid."""
-        return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Sets the checkpoint that the next load reads; by default the last one again."""

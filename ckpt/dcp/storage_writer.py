@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ckpt.dcp.arguments import OfAPath
 from ckpt.errors import ArgumentError, StateError
 from ckpt.saving.agreement import check_place, writer_of
 from ckpt.state.flatten import flatten
@@ -87,7 +88,7 @@ class _WrittenItem:
     parts: tuple[_WrittenPart, ...]
 
 
-class CkptStorageWriter(StorageWriter):
+class CkptStorageWriter(OfAPath, StorageWriter):
     """Writes native checkpoints for `torch.distributed.checkpoint.save(..., storage_writer=)`.
 
     Each rank that saves makes a writer, with equal arguments. A writer may be used again, for the
@@ -114,18 +115,6 @@ class CkptStorageWriter(StorageWriter):
         self.save_id = str(uuid4())
         """The id that torch's StorageMeta has of the next save, until `reset`."""
         self._began = now()
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The folder that is written next. Raises ArgumentError if none was given."""
-        if self.path is None:
-            raise ArgumentError(f"{type(self).__name__} has no path: pass one, or checkpoint_id=")
-        return self.path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Returns True: every path and URL is valid."""
-        return True
 
     def storage_meta(self) -> StorageMeta:
         """Returns the folder and the id of the save, for the planner."""
