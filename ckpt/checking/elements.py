@@ -241,12 +241,6 @@ def _numbers(raw: Array, dtype: DType) -> Array | None:
         return np.asarray((raw.astype(np.uint32) << np.uint32(16)).view(np.float32))
     if dtype.name == "C32":
         return np.asarray(raw.view(np.float16).astype(np.float32).view(np.complex64))
-    table = _float8_table(dtype)
-    return None if table is None else np.asarray(table[raw])
-
-
-def _float8_table(dtype: DType) -> Array | None:
-    """Returns the numbers of the 256 elements of an 8-bit float; None for other dtypes."""
     if not dtype.name.startswith("F8"):
         return None
     import torch
@@ -254,8 +248,7 @@ def _float8_table(dtype: DType) -> Array | None:
     from ckpt.state.memory import torch_dtype  # imports torch, which only these dtypes need
 
     every = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch_dtype(dtype.torch_name))
-    table: Array = every.to(torch.float32).numpy()
-    return table
+    return np.asarray(every.to(torch.float32).numpy()[raw])
 
 
 def _absolute(x: Array, y: Array) -> Array:

@@ -45,7 +45,7 @@ from formats.detect import DCP_METADATA, folder_format
 from formats.errors import FormatError, UnsupportedError
 from formats.joined import Subfolder
 from formats.limits import check
-from formats.native.borrowed import Root, Run
+from formats.native.borrowed import Place
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, load, read_manifest
 from formats.native.reader import Shards
 from formats.native.shard import OWN_ENTRIES, RECORD, Shard, first_chunks
@@ -466,7 +466,10 @@ class _NativeCheck:
         try:
             shard = self._shards.shard(file.rank, file.name)
         except FormatError as error:
-            message = f"{error} ({self._hurt(file)})"
+            tensors = self._manifest.tensors.items()
+            hurt = [name for name, stored in tensors if stored.layout.pieces(file.rank)]
+            names = format_names(hurt, SHOWN_TENSORS) or "no tensor"
+            message = f"{error} (it holds parts of {names})"
             return _CheckedFile(0, [Problem(file.name, message, kind=error.kind)], lost=True)
         self._count(file.header_bytes + file.table_bytes)
         problems: list[Problem] = []
@@ -477,20 +480,11 @@ class _NativeCheck:
         except FormatError as error:  # the table contradicts the header, or the file was cut
             problems.append(Problem.of(error, file.name))
         nbytes = file.size
-        for run, chunks in iter_borrowed(shard, where):
+        for place, chunks in iter_borrowed(shard, where):
             try:
-                name = self._shards.base_file(run.place, chunks[-1].hi - chunks[0].lo, where)
+                name = self._shards.base_file(place, chunks[-1].hi - chunks[0].lo, where)
                 problems += self._find_damage(name, chunks[-1].hi, chunks, block)
                 nbytes += chunks[-1].hi - chunks[0].lo
-            except FormatError as error:
-                problems.append(Problem.of(error, file.name))
-        for tensor, root in roots(shard, where):
-            lo, hi = root.place.offset, root.place.offset + root.stored_bytes
-            try:
-                name = self._shards.base_file(root.place, root.stored_bytes, where)
-                chunks = [_StoredChunk(tensor, lo, hi, root.digest)]
-                problems += self._find_damage(name, hi, chunks, block)
-                nbytes += hi - lo
             except FormatError as error:
                 problems.append(Problem.of(error, file.name))
         return _CheckedFile(nbytes, problems)
@@ -561,12 +555,6 @@ class _NativeCheck:
         place = name, chunk.lo, chunk.hi
         return read_again(self._reader, place, first, digest, chunk.digest.__eq__) is not None
 
-    def _hurt(self, file: ShardFile) -> str:
-        """Returns the tensors with a part in a file, as text."""
-        tensors = self._manifest.tensors.items()
-        names = [name for name, stored in tensors if stored.layout.pieces(file.rank)]
-        return f"it holds parts of {format_names(names, SHOWN_TENSORS) or 'no tensor'}"
-
     def _count(self, nbytes: int) -> None:
         if self._progress is not None:
             self._progress(nbytes)
@@ -605,9 +593,17 @@ def iter_chunks(shard: Shard, where: str) -> Iterator[_StoredChunk]:
             number += 1
 
 
-def iter_borrowed(shard: Shard, where: str) -> Iterator[tuple[Run, list[_StoredChunk]]]:
-    """Yields each run of an opened shard file with its chunks, as bytes of the base's file."""
-    tensor_of = _tensors_by_chunk(shard, where)
+def iter_borrowed(shard: Shard, where: str) -> Iterator[tuple[Place, list[_StoredChunk]]]:
+    """Yields the chunks that an opened shard file borrows, as bytes of files of its bases.
+
+    These are the chunks of each run, and for each delta chunk its root.
+    """
+    starts = first_chunks(shard.index, where)
+    names, firsts = list(starts), list(starts.values())
+
+    def tensor_of(chunk: int) -> str:
+        return names[bisect_right(firsts, chunk) - 1]
+
     for run in shard.index.runs:
         tensor = tensor_of(run.first)
         records = shard.index.table[run.first * RECORD.size : run.end * RECORD.size]
@@ -615,18 +611,7 @@ def iter_borrowed(shard: Shard, where: str) -> Iterator[tuple[Run, list[_StoredC
         for digest, stored in RECORD.iter_unpack(records):
             chunks.append(_StoredChunk(tensor, at, at + stored, digest))
             at += stored
-        yield run, chunks
-
-
-def roots(shard: Shard, where: str) -> Iterator[tuple[str, Root]]:
-    """Yields the root of each delta chunk of an opened shard file, with the chunk's tensor."""
-    tensor_of = _tensors_by_chunk(shard, where)
+        yield run.place, chunks
     for chunk, root in shard.index.deltas.items():
-        yield tensor_of(chunk), root
-
-
-def _tensors_by_chunk(shard: Shard, where: str) -> Callable[[int], str]:
-    """Returns a function from the index of a chunk in the table to the name of its tensor."""
-    starts = first_chunks(shard.index, where)
-    names, firsts = list(starts), list(starts.values())
-    return lambda chunk: names[bisect_right(firsts, chunk) - 1]
+        at = root.place.offset
+        yield root.place, [_StoredChunk(tensor_of(chunk), at, at + root.stored_bytes, root.digest)]
