@@ -11,8 +11,7 @@ Rules:
    because Linux may weigh niceness within a session only.
 2. The process ends when the trainer's end of the connection is closed in any way, and removes the
    file that it is writing. It ignores signals to the whole job: the trainer may want to finish.
-3. The process does one job at a time, and gives one answer to each. A job of a live state comes
-   with its own arena.
+3. The process does one job at a time, and gives one answer to each. Each job comes with its arena.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ from ckpt.saving.arena import HEAD_BYTES, map_memory, set_progress
 from ckpt.transfer.write_job import (
     FILLED,
     FREED,
+    WriteJob,
     error_message,
-    is_call,
     read_call,
-    read_job,
     summary_message,
     write_staged,
 )
@@ -61,8 +59,8 @@ class AbandonedError(Exception):
 
 
 def main() -> None:
-    """Does jobs until the connection ends; `argv` has the descriptors of connection and arena."""
-    connection, arena = Connection(int(sys.argv[1])), int(sys.argv[2])
+    """Does jobs until the connection ends, whose descriptor is in `argv`."""
+    connection = Connection(int(sys.argv[1]))
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     _yield_to_training()  # before any thread starts: each thread has a niceness of its own
@@ -78,7 +76,7 @@ def main() -> None:
                 filled.put(int(message[len(FILLED) :]))
                 continue
             filled = SimpleQueue()  # of this job: a failed one leaves messages
-            jobs.put((message, recv_handle(connection) if is_call(message) else arena, filled))
+            jobs.put((message, recv_handle(connection), filled))
     is_abandoned.set()
     filled.put(0)
     jobs.put(None)
@@ -110,22 +108,20 @@ def _work(
                 if is_abandoned.is_set():
                     raise AbandonedError
 
-        data = memory[HEAD_BYTES:]
-        if not is_call(message):
-            return write_staged(read_job(message), data, advance, pass_on)
-        try:
-            function, job = read_call(message)
-            return function(job, data, arena, advance)
-        finally:
-            os.close(arena)
+        function, job = read_call(message)
+        if isinstance(job, WriteJob):
+            return write_staged(job, memory[HEAD_BYTES:], advance, pass_on)
+        return function(job, memory[HEAD_BYTES:], arena, advance)
 
-    while (job := jobs.get()) is not None:
+    while (task := jobs.get()) is not None:
         try:
-            answer = summary_message(do(*job))
+            answer = summary_message(do(*task))
         except AbandonedError:
             return
         except Exception as error:
             answer = error_message(error)
+        finally:
+            os.close(task[1])
         with suppress(OSError):
             connection.send_bytes(answer)
 

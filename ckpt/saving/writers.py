@@ -39,7 +39,6 @@ from ckpt.transfer.write_job import (
     FREED,
     WriteJob,
     call_message,
-    job_message,
     read_answer,
     read_call,
     write_staged,
@@ -54,7 +53,7 @@ Returns the number of bytes copied so far: all, or more than three quarters of t
 POLL_SECONDS = 0.1
 """The time between two calls of a caller's `progress`."""
 _START = (
-    "import sys; sys.path[:] = sys.argv[3:]; from ckpt.saving.writer_process import main; main()"
+    "import sys; sys.path[:] = sys.argv[2:]; from ckpt.saving.writer_process import main; main()"
 )
 """The process gets the trainer's `sys.path`; `-m` would put a folder before it."""
 
@@ -65,7 +64,7 @@ class WriterProcess:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         with explained_on_disk("starting", "the process that writes background saves"):
-            self._connection, self.process = _start_process(arena)
+            self._connection, self.process = _start_process()
         # A forked child, such as a data loader's, would keep the connection open.
         os.register_at_fork(after_in_child=self._connection.close)
 
@@ -87,21 +86,22 @@ class WriterProcess:
         This thread calls `fill` for a job with a ring. An exception of it and of `progress` passes
         through; the process has then ended without its file.
         """
-        return self._do(job_message(job), None, progress, f"{job.url}/{job.name}", fill)
+        message = call_message("ckpt.transfer.write_job:write_staged", job)
+        return self._do(message, self._arena, f"{job.url}/{job.name}", progress, fill)
 
     def call(self, job: bytes, arena: Arena, where: str) -> ShardSummary:
         """As `write`, for a job of another room (`call_message`), with the bytes in `arena`.
 
         `where` is the place that the job writes to, for errors.
         """
-        return self._do(job, arena, None, where)
+        return self._do(job, arena, where)
 
     def _do(
         self,
         message: bytes,
-        arena: Arena | None,
-        progress: Progress | None,
+        arena: Arena,
         where: str,
+        progress: Progress | None = None,
         fill: Fill | None = None,
     ) -> ShardSummary:
         try:
@@ -117,18 +117,19 @@ class WriterProcess:
         return read_answer(answer, where)
 
     def _answer(
-        self, message: bytes, arena: Arena | None, progress: Progress | None, fill: Fill | None
+        self, message: bytes, arena: Arena, progress: Progress | None, fill: Fill | None
     ) -> bytes:
         """Returns the answer. An error ends the process: its answer would be taken for the next."""
         try:
             self._connection.send_bytes(message)
-            if arena is not None:
-                send_handle(self._connection, arena.descriptor, self.process.pid)
+            send_handle(self._connection, arena.descriptor, self.process.pid)
             freed = reported = 0
             while True:
                 if fill is not None:
                     self._connection.send_bytes(b"%b%d" % (FILLED, fill(freed)))
-                reported = _follow(self._connection, self._arena, progress, reported)
+                while not self._connection.poll(None if progress is None else POLL_SECONDS):
+                    reported = _tell(progress, reported, self._arena.progress())
+                reported = _tell(progress, reported, self._arena.progress())
                 answer = self._connection.recv_bytes()
                 if not answer.startswith(FREED):
                     return answer
@@ -138,37 +139,25 @@ class WriterProcess:
             raise
 
 
-def _start_process(arena: Arena) -> tuple[Connection, subprocess.Popen[bytes]]:
+def _start_process() -> tuple[Connection, subprocess.Popen[bytes]]:
     """Starts the process; returns the trainer's end of the connection to it. Raises OSError."""
     with ExitStack() as stack:
         ours, theirs = Pipe()
         stack.callback(theirs.close)
-        # The descriptors are above those of standard input, output and error: if one of these is
+        # The descriptor is above those of standard input, output and error: if one of these is
         # closed in the trainer, the next file that is opened gets its number.
-        descriptors = []
-        for number in (theirs.fileno(), arena.descriptor):
-            descriptors.append(fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3))
-            stack.callback(os.close, descriptors[-1])
+        descriptor = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
+        stack.callback(os.close, descriptor)
         # A signal to the job may come before the process has said that it ignores signals.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
         stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
         process = subprocess.Popen(
-            [sys.executable, "-c", _START, *map(str, descriptors), *sys.path],
-            pass_fds=descriptors,
+            [sys.executable, "-c", _START, str(descriptor), *sys.path],
+            pass_fds=[descriptor],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )
     return ours, process
-
-
-def _follow(connection: Connection, arena: Arena, progress: Progress | None, reported: int) -> int:
-    """Returns once there is a message, and calls `progress` with the bytes written meanwhile.
-
-    Returns the bytes that `progress` has been told; `told` are those of before.
-    """
-    while not connection.poll(None if progress is None else POLL_SECONDS):
-        reported = _tell(progress, reported, arena.progress())
-    return _tell(progress, reported, arena.progress())
 
 
 def _tell(progress: Progress | None, reported: int, done: int) -> int:

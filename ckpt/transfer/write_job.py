@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 import xxhash
@@ -31,9 +31,6 @@ from sharding.agreement.call_events import Requests, count_requests, take_reques
 
 STEP_BYTES = 8 << 20
 """Bytes between two calls of `advance`: a whole number of chunks."""
-CALL = b"call "
-"""The start of the messages with jobs of other rooms, which name their function."""
-
 LEAST_RING_BYTES = 4 * CHUNK_BYTES
 FREED, FILLED = b"freed ", b"filled "
 """The start of messages about a ring: from the writer process, and to it; a number follows."""
@@ -223,34 +220,19 @@ def _passing(
 
 
 def call_message(function: str, job: object) -> bytes:
-    """Returns a job for a function of another room as bytes; an arena's descriptor follows them.
+    """Returns a job for the writer process as bytes; its arena's descriptor follows them.
 
-    `function` is "module:function". The writer process calls it with the job, the staged memory,
-    the arena's descriptor and `advance`; it returns a `ShardSummary`.
+    `function` is "module:function". The process calls it with the job, the staged memory, the
+    arena's descriptor and `advance`; it returns a `ShardSummary`. That of a `WriteJob` is
+    `write_staged`.
     """
-    return CALL + pickle.dumps((function, job))
-
-
-def is_call(message: bytes) -> bool:
-    """Whether a message to the writer process is one of `call_message`."""
-    return message.startswith(CALL)
+    return pickle.dumps((function, job))
 
 
 def read_call(message: bytes) -> tuple[Callable[..., ShardSummary], Any]:
     """Returns the function and the job in the bytes of `call_message`."""
-    place, job = pickle.loads(message[len(CALL) :])  # noqa: S301 - of this program's trainer
-    module, name = place.split(":")
-    function: Callable[..., ShardSummary] = getattr(import_module(module), name)
-    return function, job
-
-
-def job_message(job: WriteJob) -> bytes:
-    return pickle.dumps(job)
-
-
-def read_job(message: bytes) -> WriteJob:
-    job: WriteJob = pickle.loads(message)  # noqa: S301 - of this program's trainer
-    return job
+    function, job = pickle.loads(message)  # noqa: S301 - of this program's trainer
+    return resolve_name(function), job
 
 
 def summary_message(summary: ShardSummary) -> bytes:
