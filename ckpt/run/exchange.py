@@ -103,22 +103,18 @@ class RunRanks:
             ExistsError: the run has no step, but steps of another format.
         """
 
-        def join(records: Sequence[bytes]) -> bytes:
-            rows = [json.loads(record) for record in records]
+        def join(rows: Sequence[Any]) -> object:
             others = [rank for rank, row in enumerate(rows) if row[1] != arguments]
             owner.start()
             steps = run_steps(self.url, storage_options=self._options)
             if not steps:
                 check_no_foreign_steps(self.url, self._options)
             program = provenance([row[0] for row in rows])
-            rows_of_steps = [_row(step) for step in steps]
-            return json.dumps([others, program, rows_of_steps, [row[2] for row in rows]]).encode()
+            return [others, program, [_row(step) for step in steps], [row[2] for row in rows]]
 
         place = f"{host_name()} {machine()} {folder}"
         record = [host_name(), arguments, place if folder else ""]
-        others, text, steps, places = self._merge_records(
-            "comparing arguments", lambda: record, join
-        )
+        others, text, steps, places = self._exchange("comparing arguments", lambda: record, join)
         if others:
             raise ArgumentError(
                 f"{self.url}: rank {others[0]} made its Checkpointer with other arguments than "
@@ -128,12 +124,7 @@ class RunRanks:
 
     def take(self, owner: Ownership, least: int) -> int:
         """Makes this start the owner of the run; returns its epoch, equal on all ranks."""
-
-        def take(records: Sequence[bytes]) -> bytes:
-            return json.dumps([owner.take(least)]).encode()
-
-        (epoch,) = self._merge_records("taking the run", lambda: None, take)
-        return int(epoch)
+        return int(self._exchange("taking the run", lambda: None, lambda _: owner.take(least)))
 
     def agree_on_step(
         self,
@@ -150,18 +141,14 @@ class RunRanks:
         `next_exchange`. Raises ArgumentError if a rank is at another step than rank 0.
         """
 
-        def join(records: Sequence[bytes]) -> bytes:
-            rows = [json.loads(record) for record in records]
-            others = [[rank, row[0]] for rank, row in enumerate(rows) if row[0] != step]
+        def join(rows: Sequence[Any]) -> object:
             saving = any(row[2] for row in rows)
             signals = [row[1] for row in rows if row[1] is not None]
             received = signals[0] if signals else None
-            return json.dumps([others, received, saving, is_due(saving), next_exchange]).encode()
+            return [received, saving, is_due(saving), next_exchange]
 
         record = [step, received, is_saving]
-        others, *agreed = self._merge_records("agreeing on a step", lambda: record, join)
-        _check_same_step(others)
-        return StepAgreement(*agreed)
+        return StepAgreement(*self._exchange_at_step("agreeing on a step", record, join))
 
     def agree_on_last(self, step: int | None, is_whole: bool) -> tuple[int | None, bool]:
         """Returns the step that all ranks gave last, and whether its state is whole on all.
@@ -169,13 +156,12 @@ class RunRanks:
         The step is None if they differ. All ranks call this after an exception of the loop.
         """
 
-        def join(records: Sequence[bytes]) -> bytes:
-            rows = [json.loads(record) for record in records]
+        def join(rows: Sequence[Any]) -> object:
             is_one = all(row[0] == rows[0][0] for row in rows)
-            return json.dumps([rows[0][0] if is_one else None, all(r[1] for r in rows)]).encode()
+            return [rows[0][0] if is_one else None, all(row[1] for row in rows)]
 
         record = [step, is_whole]
-        last, all_whole = self._merge_records("agreeing after an exception", lambda: record, join)
+        last, all_whole = self._exchange("agreeing after an exception", lambda: record, join)
         return last, all_whole
 
     def can_save_locally(self, step: int, is_saving: bool) -> bool:
@@ -183,16 +169,8 @@ class RunRanks:
 
         Raises ArgumentError if a rank is at another step than rank 0.
         """
-
-        def join(records: Sequence[bytes]) -> bytes:
-            rows = [json.loads(record) for record in records]
-            others = [[rank, row[0]] for rank, row in enumerate(rows) if row[0] != step]
-            return json.dumps([others, any(row[1] for row in rows)]).encode()
-
-        record = [step, is_saving]
-        others, saving = self._merge_records("agreeing on a local step", lambda: record, join)
-        _check_same_step(others)
-        return not saving
+        stage, record = "agreeing on a local step", [step, is_saving]
+        return not self._exchange_at_step(stage, record, lambda rows: any(row[1] for row in rows))
 
     def local_steps(self, own: Callable[[], list[tuple[str, str, int]]]) -> list[RunStep]:
         """Returns the steps that all ranks have, newest first.
@@ -200,11 +178,11 @@ class RunRanks:
         `own` returns those of this rank. If it raises on one rank, all ranks raise.
         """
 
-        def join(records: Sequence[bytes]) -> bytes:
-            first, *others = ({tuple(row) for row in json.loads(record)} for record in records)
-            return json.dumps(sorted(first.intersection(*others))).encode()
+        def join(steps: Sequence[Any]) -> object:
+            first, *others = ({tuple(row) for row in each} for each in steps)
+            return sorted(first.intersection(*others))
 
-        rows = self._merge_records("comparing local steps", own, join)
+        rows = self._exchange("comparing local steps", own, join)
         return newest_steps(
             RunStep(step, folder_name(step), seconds_of(began), order=order_of(order))
             for began, order, step in rows
@@ -213,11 +191,10 @@ class RunRanks:
     def steps(self) -> list[RunStep]:
         """Returns the committed checkpoints that rank 0 sees, newest first, without `program`."""
 
-        def list_steps(records: Sequence[bytes]) -> bytes:
-            found = run_steps(self.url, storage_options=self._options)
-            return json.dumps([_row(saved) for saved in found]).encode()
+        def list_steps(_: object) -> object:
+            return [_row(saved) for saved in run_steps(self.url, storage_options=self._options)]
 
-        rows = self._merge_records("listing the checkpoints of the run", lambda: None, list_steps)
+        rows = self._exchange("listing the checkpoints of the run", lambda: None, list_steps)
         return [_of_row(row) for row in rows]
 
     def run_on_first(self, stage: str, action: Callable[[], object]) -> None:
@@ -278,16 +255,18 @@ class RunRanks:
         These are the steps of the run at `url`, newest first. Any other place is one checkpoint.
         """
 
-        def list_places(records: Sequence[bytes]) -> bytes:
+        def list_places(_: object) -> object:
             with suppress(CkptError, OSError):  # the load has the better error
                 steps = run_steps(url, storage_options=options)
                 with open_store(url, options) as store:
                     entries = store.entries()
                 if steps and MANIFEST not in entries and folder_format(entries) is None:
-                    return json.dumps([join_url(url, step.name) for step in steps]).encode()
-            return json.dumps([url]).encode()
+                    return [join_url(url, step.name) for step in steps]
+            return [url]
 
-        return self._merge_records("listing the run to begin from", lambda: None, list_places)
+        stage = "listing the run to begin from"
+        places: list[str] = self._exchange(stage, lambda: None, list_places)
+        return places
 
     def check_on_all(self, make: Callable[[], T]) -> T:
         """Returns the result of `make`, which checks arguments; its error on one rank is on all."""
@@ -307,15 +286,36 @@ class RunRanks:
         if self.is_first:
             _log.warning("%s: %s", without_secrets(self.url), text)
 
-    def _merge_records(
-        self,
-        stage: str,
-        record: Callable[[], object],
-        join: Callable[[Sequence[bytes]], bytes],
-    ) -> list[Any]:
+    def _exchange(
+        self, stage: str, record: Callable[[], object], join: Callable[[Sequence[Any]], object]
+    ) -> Any:
+        """Returns what `join` makes on rank 0 of the records of all ranks. All are JSON."""
+
+        def merge(records: Sequence[bytes]) -> bytes:
+            return json.dumps(join([json.loads(data) for data in records])).encode()
+
         with self._ranks.call(CALL):
             data = json.dumps(record()).encode()
-            answer: list[Any] = json.loads(self._ranks.merge_records(stage, data, join))
+            return json.loads(self._ranks.merge_records(stage, data, merge))
+
+    def _exchange_at_step(
+        self, stage: str, record: Sequence[object], join: Callable[[Sequence[Any]], object]
+    ) -> Any:
+        """As `_exchange`, of records that begin with the step of the rank.
+
+        Raises ArgumentError if a rank is at another step than rank 0.
+        """
+
+        def join_at_step(rows: Sequence[Any]) -> object:
+            others = [(rank, row[0]) for rank, row in enumerate(rows) if row[0] != rows[0][0]]
+            return [others, join(rows)]
+
+        others, answer = self._exchange(stage, lambda: record, join_at_step)
+        for rank, other in others:
+            raise ArgumentError(
+                f"rank {rank} is at step {other}, and rank 0 is at another; call save() and "
+                "should_save() with the same steps on all ranks"
+            )
         return answer
 
 
@@ -329,13 +329,3 @@ def _of_row(row: Sequence[Any]) -> RunStep:
     counted = None if order is None else (int(order[0]), int(order[1]))
     run_step = RunStep(step, name, time, metrics, is_damaged=is_damaged, order=counted)
     return replace(run_step, nonfinite=nonfinite)
-
-
-def _check_same_step(others: Sequence[tuple[int, int]]) -> None:
-    """Raises ArgumentError if ranks are at other steps than rank 0."""
-    if others:
-        rank, other = others[0]
-        raise ArgumentError(
-            f"rank {rank} is at step {other}, and rank 0 is at another; call save() and "
-            "should_save() with the same steps on all ranks"
-        )
