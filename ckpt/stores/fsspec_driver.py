@@ -208,16 +208,14 @@ class FsspecDriver(Session):
 
     def put(self, path: str, data: memoryview, tag: str = "") -> str:
         """Writes a file in one call. There are no tags."""
-        self._check_can_write(path)
-        self._make_folder(path)
+        self._make_ready(path)
         with self._sending("put", len(data)):
             self._fs.pipe_file(path, bytes(data))
         return ""
 
     def put_if_absent(self, path: str, data: memoryview) -> str:
         """Writes a file in one call, if absent as far as the file system has this condition."""
-        self._check_can_write(path)
-        self._make_folder(path)
+        self._make_ready(path)
         # NotImplementedError: the file system lacks the condition. TypeError: it lacks the
         # argument. `capabilities` does not claim the condition: a commit looks for the file first.
         with suppress(NotImplementedError, TypeError), self._sending("put", len(data)):
@@ -240,9 +238,7 @@ class FsspecDriver(Session):
 
     @contextmanager
     def stream(self, path: str) -> Iterator[FileWriter]:
-        self._check_can_write(path)
-        self._make_folder(path)
-        remote = self._fs.open(path, "wb")
+        remote = self._open(path)
         try:
             yield Stream(remote, self._gate)
         except BaseException:
@@ -255,6 +251,11 @@ class FsspecDriver(Session):
                     setattr(remote, "closed", True)  # noqa: B010
             raise
         remote.close()
+
+    def _open(self, path: str) -> Any:
+        """Opens a new file, once its folder is there."""
+        self._make_ready(path)
+        return self._fs.open(path, "wb")
 
     def delete(self, path: str, tag: str = "") -> None:
         """Deletes a file. There are no tags."""
@@ -321,7 +322,9 @@ class FsspecDriver(Session):
         if READ_ONLY & {self._fs.protocol, *self._fs.protocol}:
             raise OSError(EROFS, "an HTTP server can only be read", without_secrets(path))
 
-    def _make_folder(self, path: str) -> None:
+    def _make_ready(self, path: str) -> None:
+        """Makes the folder of a new file."""
+        self._check_can_write(path)
         self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
 
@@ -423,17 +426,8 @@ class GcsDriver(FsspecDriver):
         with self._sending("delete"):
             self._fs.call("DELETE", "b/{}/o/{}", bucket, name, ifGenerationMatch=tag or None)
 
-    @contextmanager
-    def stream(self, path: str) -> Iterator[FileWriter]:
-        """Returns a writer that streams an object. An exception in the block discards it."""
-        remote = self._fs.open(path, "wb", block_size=BLOCK_BYTES)
-        try:
-            yield Stream(remote, self._gate)
-        except BaseException:
-            remote.discard()
-            remote.closed = True  # otherwise the finaliser would publish the truncated object
-            raise
-        remote.close()
+    def _open(self, path: str) -> Any:
+        return self._fs.open(path, "wb", block_size=BLOCK_BYTES)
 
     def bucket_setting(self, folder: str, subject: str) -> Mapping[str, Any]:
         """Returns a setting of the bucket in the form that S3 has; empty if it was never made."""

@@ -314,8 +314,10 @@ class HttpClient:
                 "storage_options={'certificate': path} if no public authority has signed it"
             ) from error
         except (OSError, http.client.IncompleteRead) as error:
+            is_unknown = isinstance(error, socket.gaierror)
+            problem = "its name is unknown" if is_unknown else type(error).__name__
             raise UnreachableError(
-                f"{self.place}: no server answers, or it has ended: {_describe_error(error)}; "
+                f"{self.place}: no server answers, or it has ended: {problem}: {error}; "
                 "is the address still right?"
             ) from error
         except http.client.HTTPException as error:
@@ -367,12 +369,6 @@ def _fill(response: http.client.HTTPResponse, view: memoryview) -> None:
         if not count:
             raise ConnectionResetError(f"the connection ended after {at:,} of {len(view):,} bytes")
         at += count
-
-
-def _describe_error(error: Exception) -> str:
-    if isinstance(error, socket.gaierror):
-        return f"its name is unknown: {error}"
-    return f"{type(error).__name__}: {error}"
 
 
 def _forget_in_child() -> None:

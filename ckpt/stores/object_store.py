@@ -28,7 +28,6 @@ from ckpt.stores.driver import (
     MultipartDriver,
     ObjectInfo,
     Start,
-    StoreCapabilities,
     StreamDriver,
     Unfinished,
     repeating,
@@ -39,7 +38,6 @@ from ckpt.stores.object_writes import (
     PartSizes,
     Upload,
     UploadRequests,
-    honours_conditions,
     open_writer,
 )
 from ckpt.stores.retries import (
@@ -53,7 +51,7 @@ from ckpt.stores.retries import (
     retry_policy,
 )
 from formats.detect import is_shard
-from formats.errors import GoneError, SizeError, TooLargeError
+from formats.errors import TooLargeError
 from formats.storage import (
     BESIDE,
     COPIED_READ_BYTES,
@@ -112,13 +110,6 @@ class ObjectStore(ConditionalWrites, OverNetwork):
         """Returns the result of `action` for the driver's path of a file, with retries (rule 1)."""
         path = self._path(name) if name else self._root
         return self._try(doing, name, lambda: action(path))
-
-    @property
-    def capabilities(self) -> StoreCapabilities:
-        claimed = self._driver.capabilities
-        if claimed.put_if_absent is False:
-            return claimed
-        return replace(claimed, put_if_absent=honours_conditions(self._driver.server()))
 
     def names(self) -> list[str]:
         """Returns the files directly in the folder, sorted; none if the folder does not exist."""
@@ -188,32 +179,6 @@ class ObjectStore(ConditionalWrites, OverNetwork):
         """Reads the first bytes of a file in one request; fewer if it is shorter."""
         path = self._path(name)
         return self._try("reading", name, lambda: self._driver.get_start(path, length))
-
-    def read_end(self, name: str, size: int, length: int) -> bytes:
-        """Reads the last bytes of a file in one request. Raises SizeError unless it has `size`."""
-        target = bytearray(length)
-        try:
-            file_bytes = self._fetch(name, size - length, [memoryview(target)])
-        except PastEndError as error:
-            file_bytes = error.size
-        file_bytes = self.size(name) if file_bytes is None else file_bytes
-        if file_bytes != size:
-            raise SizeError(f"{self.url}/{name}", file_bytes, size)
-        return bytes(target)
-
-    def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
-        """Fills the buffers end to end with the bytes from `offset` on, in one request."""
-        views = [target.cast("B") for target in targets if target.nbytes]
-        if not views:
-            return
-        try:
-            self._fetch(name, offset, views)
-        except FileNotFoundError as error:
-            raise GoneError(f"{self.url}/{name}") from error
-        except PastEndError as error:
-            end = offset + sum(view.nbytes for view in views)
-            size = self.size(name) if error.size is None else error.size
-            raise self.truncation_error(name, offset, end, size) from error
 
     @contextmanager
     def create(

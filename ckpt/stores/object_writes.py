@@ -36,11 +36,10 @@ import logging
 import sys
 import tempfile
 import threading
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from mmap import mmap
 from queue import SimpleQueue
@@ -249,7 +248,9 @@ class Upload:
             self._buffer = mmap(-1, nbytes)
         else:
             self._buffer = self._free.get()
-            self._raise_failed()
+            for future in self._sent.values():
+                if future.done():
+                    future.result()
             if len(self._buffer) != nbytes:
                 self._buffer = mmap(-1, nbytes)
         self._filled = 0
@@ -286,11 +287,6 @@ class Upload:
         if self._pool is None:
             self._pool = Pool(self._part_sizes.buffers, "ckpt-upload")
         return self._pool
-
-    def _raise_failed(self) -> None:
-        for future in self._sent.values():
-            if future.done():
-                future.result()
 
     def _shut_down(self) -> None:
         if self._pool is not None:
@@ -379,11 +375,6 @@ _honours: dict[str, bool] = {}
 """Whether a server honours conditions, by its address, as commits of this process have shown."""
 
 
-def honours_conditions(server: str) -> bool | None:
-    """Returns whether a server honours conditions, as commits of this process have shown."""
-    return _honours.get(server)
-
-
 class ConditionalWrites:
     """The part of an object store that writes on conditions, as far as its server has them."""
 
@@ -397,9 +388,11 @@ class ConditionalWrites:
     _path: Callable[[str], str]
 
     @property
-    @abstractmethod
     def capabilities(self) -> StoreCapabilities:
-        """The guarantees of this store, as far as they are known."""
+        claimed = self._driver.capabilities
+        if claimed.put_if_absent is False:
+            return claimed
+        return replace(claimed, put_if_absent=_honours.get(self._driver.server()))
 
     def _check_absent(self, name: str) -> None:
         if self.exists(name):

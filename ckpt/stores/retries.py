@@ -19,7 +19,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, TypeVar
 from warnings import warn
 
 from ckpt.errors import AccessDeniedError, ExistsError, StoreError, WireWarning
-from formats.errors import CorruptError
+from formats.errors import CorruptError, GoneError, SizeError
 from sharding.agreement.call_events import count_reread
 from sharding.errors import ArgumentError, without_secrets
 
@@ -171,7 +171,11 @@ class OverNetwork:
 
     url: str
     modified: Callable[[str], float]
-    read_into: Callable[..., None]
+    size: Callable[[str], int]
+    _fetch: Callable[[str, int, Sequence[memoryview]], int | None]
+    """Fills the views with bytes of a file, and returns its size if that is known.
+
+    Raises FileNotFoundError, and PastEndError if the file ends before."""
     close: Callable[[], None]
     _has_warned = False
 
@@ -195,6 +199,32 @@ class OverNetwork:
         target = bytearray(length)
         self.read_into(name, offset, memoryview(target))
         return bytes(target)
+
+    def read_end(self, name: str, size: int, length: int) -> bytes:
+        """Reads the last bytes of a file in one request. Raises SizeError unless it has `size`."""
+        target = bytearray(length)
+        try:
+            file_bytes = self._fetch(name, size - length, [memoryview(target)])
+        except PastEndError as error:
+            file_bytes = error.size
+        file_bytes = self.size(name) if file_bytes is None else file_bytes
+        if file_bytes != size:
+            raise SizeError(f"{self.url}/{name}", file_bytes, size)
+        return bytes(target)
+
+    def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
+        """Fills the buffers end to end with the bytes from `offset` on, in one request."""
+        views = [target.cast("B") for target in targets if target.nbytes]
+        if not views:
+            return
+        try:
+            self._fetch(name, offset, views)
+        except FileNotFoundError as error:
+            raise GoneError(f"{self.url}/{name}") from error
+        except PastEndError as error:
+            end = offset + sum(view.nbytes for view in views)
+            size = self.size(name) if error.size is None else error.size
+            raise self.truncation_error(name, offset, end, size) from error
 
     def truncation_error(self, name: str, offset: int, end: int, size: int) -> CorruptError:
         """Returns the error for a file of `size` bytes of which bytes up to `end` are needed."""

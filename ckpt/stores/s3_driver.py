@@ -45,20 +45,21 @@ SEND_BYTES = 256 << 10
 """Bytes of one write to a connection."""
 RECEIVE_BYTES = 1 << 20
 """The largest read from a connection."""
-_MISSING = ("404", "NoSuchKey", "NotFound")
-_EXISTS = ("412", "PreconditionFailed")
-_DENIED = ("401", "403", "AccessDenied", "AllAccessDisabled")
-_STALE = (
-    "ExpiredToken",
-    "ExpiredTokenException",
-    "InvalidAccessKeyId",
-    "InvalidClientTokenId",
-    "InvalidToken",
-    "RequestExpired",
-    "SignatureDoesNotMatch",
-    "TokenRefreshRequired",
-)
-_REFUSED = {
+_CLASSES = {
+    **dict.fromkeys(("404", "NoSuchKey", "NotFound"), ErrorClass.MISSING),
+    **dict.fromkeys(("412", "PreconditionFailed"), ErrorClass.EXISTS),
+    **dict.fromkeys(("401", "403", "AccessDenied", "AllAccessDisabled"), ErrorClass.DENIED),
+    **dict.fromkeys(("416", "InvalidRange"), ErrorClass.PAST_END),
+    **dict.fromkeys(("501", "NotImplemented"), ErrorClass.UNSUPPORTED),
+    "ExpiredToken": ErrorClass.STALE,
+    "ExpiredTokenException": ErrorClass.STALE,
+    "InvalidAccessKeyId": ErrorClass.STALE,
+    "InvalidClientTokenId": ErrorClass.STALE,
+    "InvalidToken": ErrorClass.STALE,
+    "RequestExpired": ErrorClass.STALE,
+    "SignatureDoesNotMatch": ErrorClass.STALE,
+    "TokenRefreshRequired": ErrorClass.STALE,
+    "NoSuchBucket": ErrorClass.NO_BUCKET,
     "InvalidObjectState": ErrorClass.ARCHIVED,
     "NoSuchUpload": ErrorClass.NO_UPLOAD,
     "RequestTimeTooSkewed": ErrorClass.SKEWED,
@@ -73,8 +74,22 @@ _REFUSED = {
     "IllegalLocationConstraintException": ErrorClass.OTHER_REGION,
     "PermanentRedirect": ErrorClass.OTHER_REGION,
     "301": ErrorClass.OTHER_REGION,
+    "408": ErrorClass.PASSING,
+    "409": ErrorClass.PASSING,  # a conditional put while another is in progress
+    "429": ErrorClass.PASSING,
+    "BadDigest": ErrorClass.PASSING,  # the bytes of a request were changed or cut on the way
+    "ConditionalRequestConflict": ErrorClass.PASSING,
+    "IncompleteBody": ErrorClass.PASSING,
+    "InternalError": ErrorClass.PASSING,
+    "OperationAborted": ErrorClass.PASSING,
+    "RequestTimeout": ErrorClass.PASSING,
+    "SlowDown": ErrorClass.PASSING,
+    "Throttling": ErrorClass.PASSING,
+    "ThrottlingException": ErrorClass.PASSING,
+    "XAmzContentChecksumMismatch": ErrorClass.PASSING,
+    "XAmzContentSHA256Mismatch": ErrorClass.PASSING,
 }
-"""Codes with a remedy of their own."""
+"""The classes of S3's codes, and of statuses that come without a code or with an unknown one."""
 _UNTOLD = (301, 307, 400, 401, 403, 507)
 """The statuses of refusals. The answer to a HEAD has no body that tells the reason."""
 VERSION_PAGES = 10
@@ -82,30 +97,12 @@ VERSION_PAGES = 10
 _OPERATIONS = {"create": "put", "upload": "put", "complete": "put", "abort": "delete"}
 """The operations of methods by their first words; those of others are the words themselves."""
 _SPAN = re.compile(r"bytes=([0-9]+)-([0-9]+)")
-_UNSUPPORTED = ("501", "NotImplemented")
 _SETTINGS = {
     "versioning": ("get_bucket_versioning", ""),
     "object lock": ("get_object_lock_configuration", "ObjectLockConfigurationNotFoundError"),
     "lifecycle": ("get_bucket_lifecycle_configuration", "NoSuchLifecycleConfiguration"),
 }
 """The settings of a bucket: the request, and the code of its refusal if there is none."""
-_PAST_END = ("416", "InvalidRange")
-_PASSING = (
-    "408",
-    "409",  # a conditional put while another is in progress
-    "429",
-    "BadDigest",  # the bytes of a request were changed or cut on the way
-    "ConditionalRequestConflict",
-    "IncompleteBody",
-    "InternalError",
-    "OperationAborted",
-    "RequestTimeout",
-    "SlowDown",
-    "Throttling",
-    "ThrottlingException",
-    "XAmzContentChecksumMismatch",
-    "XAmzContentSHA256Mismatch",
-)
 _BROKEN = (
     exceptions.ConnectionError,
     exceptions.HTTPClientError,
@@ -368,26 +365,11 @@ class S3Driver(Session):
             return ErrorClass.LASTING
         code = str(error.response.get("Error", {}).get("Code", ""))
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        if code == "NoSuchBucket":
-            return ErrorClass.NO_BUCKET
         message = str(error.response.get("Error", {}).get("Message", "")).lower()
         if "object lock" in message and "content-md5" in message:
             return ErrorClass.UNSUMMED
-        refused = _REFUSED.get(code) or _REFUSED.get(str(status))
-        if refused is not None:
-            return refused
-        for codes, error_class in (
-            (_STALE, ErrorClass.STALE),
-            (_PASSING, ErrorClass.PASSING),
-            (_MISSING, ErrorClass.MISSING),
-            (_EXISTS, ErrorClass.EXISTS),
-            (_DENIED, ErrorClass.DENIED),
-            (_UNSUPPORTED, ErrorClass.UNSUPPORTED),
-            (_PAST_END, ErrorClass.PAST_END),
-        ):
-            if code in codes or str(status) in codes:
-                return error_class
-        return ErrorClass.PASSING if status >= 500 else ErrorClass.LASTING
+        other = ErrorClass.PASSING if status >= 500 else ErrorClass.LASTING
+        return _CLASSES.get(code) or _CLASSES.get(str(status), other)
 
     def _folder(self, folder: str) -> tuple[str, str]:
         bucket, key = self._split(folder)

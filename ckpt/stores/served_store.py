@@ -36,8 +36,8 @@ from ckpt.stores.http_client import (
     past_end,
     path_of,
 )
-from ckpt.stores.retries import OverNetwork
-from formats.errors import GoneError, SizeError, TooLargeError
+from ckpt.stores.retries import OverNetwork, PastEndError
+from formats.errors import SizeError, TooLargeError
 from formats.storage import BESIDE, REMOTE_READ_BYTES, FileWriter
 from sharding.errors import ArgumentError, without_secrets
 
@@ -48,7 +48,6 @@ class ReadOnlyStore(OverNetwork):
     url: str
     options: Mapping[str, Any]
     refusal: str
-    size: Callable[[str], int]
     sizes: Callable[[], dict[str, int]]
     capabilities = StoreCapabilities(
         put_if_absent=False, atomic_replace=True, hides_unfinished=True, durable=False
@@ -189,40 +188,19 @@ class ServedStore(ReadOnlyStore):
             raise TooLargeError(f"{self.url}/{name}", data, limit)
         return self._sound(name, data).body
 
-    def read_end(self, name: str, size: int, length: int) -> bytes:
-        """Reads the last bytes of a file in one request. Raises SizeError unless it has `size`."""
-        target = bytearray(length)
-        found = self._range(name, size - length, memoryview(target))
-        if found != size:
-            raise SizeError(f"{self.url}/{name}", found, size)
-        return bytes(target)
-
-    def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
-        """Fills the buffers end to end with the bytes from `offset` on, in one request."""
-        views = [target.cast("B") for target in targets if target.nbytes]
-        if not views:
-            return
-        end = offset + sum(map(len, views))
-        try:
-            size = self._range(name, offset, *views)
-        except FileNotFoundError as error:
-            raise GoneError(f"{self.url}/{name}") from error
-        if size < end:
-            raise self.truncation_error(name, offset, end, size)
+    read_end = OverNetwork.read_end
 
     def close(self) -> None:
         self._client.close()
 
-    def _range(self, name: str, lo: int, *views: memoryview) -> int:
-        """Fills the views if the file has these bytes. Returns the size of the file."""
-        data = self._client.read_range(self._path(name), lo, views, {})
+    def _fetch(self, name: str, offset: int, views: Sequence[memoryview]) -> int:
+        data = self._client.read_range(self._path(name), offset, views, {})
         if isinstance(data, int):
             return data
         size = past_end(data)
         if size is None:
             self._sound(name, data)
-            return self.size(name)
-        return size
+        raise PastEndError(size)
 
     def _listing(self, folder: str = "") -> tuple[dict[str, int], list[str]]:
         place = f"{self.url}/{folder}"
@@ -274,7 +252,8 @@ def is_served(url: str, options: Mapping[str, Any]) -> bool:
             return False
         if TOKEN not in url:
             http = replace(http, seconds=min(http.seconds, LOOK_SECONDS))
-        if _has_proxy(url):
+        parts = urlsplit(url)
+        if parts.scheme in getproxies() and not proxy_bypass(parts.netloc):
             return False
         client = HttpClient(place, http)
         try:
@@ -308,8 +287,3 @@ def _parts(url: str) -> tuple[Place, str, str | None]:
     token = unquote(parts.query.removeprefix("token=")) if TOKEN in url else None
     path = unquote(parts.path, errors="surrogateescape")
     return Place(parts.hostname, port, parts.scheme == "https"), path, token
-
-
-def _has_proxy(url: str) -> bool:
-    parts = urlsplit(url)
-    return parts.scheme in getproxies() and not proxy_bypass(parts.netloc)
