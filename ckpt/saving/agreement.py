@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 from warnings import warn
 
 import torch
@@ -175,7 +175,9 @@ def agree_on_attempt(
         _casts_of(options.dtype).check_all_match(
             [*described.tensors, *described.aliases], "ckpt.save"
         )
-    _warn_of_values(ranks, merged)
+    unstored = merged.conflicting_values if merged.same_values else other_than_first(ranks, merged)
+    if unstored:
+        warn(conflict(ranks, unstored), stacklevel=3)
     to_store = _last_hosts(described.tensors, options.host) if options.host else described.tensors
     tensors = _last_layouts(to_store, tuple(_differing(ranks, merged, hashes)))
     plan = _last_plan(spec_of(merged.flat).tensors, tensors, ranks.global_rank)
@@ -315,13 +317,6 @@ def _differing(ranks: Ranks, merged: MergedState, hashes: ReplicaHashes) -> list
     return names
 
 
-def _warn_of_values(ranks: Ranks, merged: MergedState) -> None:
-    """Warns of this rank's plain values that are not stored."""
-    names = merged.conflicting_values if merged.same_values else other_than_first(ranks, merged)
-    if names:
-        warn(conflict(ranks, names), stacklevel=4)
-
-
 def pack_summary(summary: ShardSummary | None) -> bytes:
     """Returns the manifest's facts about a rank's file as bytes; empty without a file."""
     if summary is None:
@@ -370,12 +365,10 @@ def finish(
     # From here on the manifest may exist, so no other rank removes its file after a failure.
     try:
         ranks.agree("committing", failure)
-    except NotOwnerError:
-        _clear_refused(store, attempt)
-        raise
-    except RankError as failed:
-        if failed.error == NotOwnerError.__name__:
-            _clear_refused(store, attempt)
+    except Exception as failed:
+        kind = failed.error if isinstance(failed, RankError) else type(failed).__name__
+        if kind == NotOwnerError.__name__ and not attempt.options.host:
+            _clear(store, attempt)  # no manifest has its name; the other hosts may have committed
         if not _is_without_word(failed):
             raise
         message = f"{failed.message}; look whether there is a manifest"
@@ -398,12 +391,6 @@ def _clear_uncommitted(
                 store.remove_if_empty()
 
 
-def _clear_refused(store: Store, attempt: SaveAttempt) -> None:
-    """Removes this rank's file after a refused commit: no manifest has its name."""
-    if not attempt.options.host:  # the other hosts may have committed
-        _clear(store, attempt)
-
-
 def _clear(store: Store, attempt: SaveAttempt) -> None:
     """Removes this rank's file, and the last rank the folder if the save has made it."""
     with suppress(OSError):
@@ -412,7 +399,7 @@ def _clear(store: Store, attempt: SaveAttempt) -> None:
             store.remove_if_empty()
 
 
-def _is_without_word(error: Exception) -> bool:
+def _is_without_word(error: Exception) -> TypeGuard[RankError]:
     """Whether rank 0 has ended, or is late, without an answer: the manifest may exist."""
     return isinstance(error, RankError) and error.rank == 0 and error.error in (ENDED, LATE)
 
