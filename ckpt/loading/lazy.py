@@ -29,7 +29,7 @@ from ckpt.errors import (
     UnknownNameError,
     UnverifiedWarning,
 )
-from ckpt.mapping.changes import Changes, MappingName
+from ckpt.mapping.changes import Changes, MappingName, changes_of
 from ckpt.opening.sources import COMPARED, Source, open_source, unless_replaced
 from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
 from ckpt.state.memory import check_range, empty_for, memory_of, torch_dtype
@@ -97,15 +97,7 @@ def open(
     ...         list(checkpoint), checkpoint["w"].shape, checkpoint["w"][1:, 0]
     (['w'], (3, 2), tensor([2, 4]))
     """
-    return Checkpoint(url, verify, storage_options, _changes(mapping, parameters))
-
-
-def _changes(
-    mapping: MappingName | Sequence[MappingName], parameters: Mapping[str, int] | None
-) -> Changes | None:
-    if mapping == () and parameters is None:
-        return None
-    return Changes(mapping=mapping, parameters=parameters)
+    return Checkpoint(url, verify, storage_options, changes_of(mapping, parameters))
 
 
 def read(
@@ -145,7 +137,7 @@ def read(
         )
     Casts.of(None if dtype is None else str(dtype))  # raises for another one than of floats
     selection = Selection.of(include, exclude)
-    changes = _changes(mapping, parameters)
+    changes = changes_of(mapping, parameters)
 
     def reading() -> object:
         with Checkpoint(url, verify, storage_options, changes) as checkpoint:
@@ -255,10 +247,12 @@ class Checkpoint(Uncopied, Mapping[str, TensorHandle], AbstractContextManager["C
         self._has_told = False
         context = open_source(url, storage_options)
         self._source: Source | None = context.__enter__()
-        self._reader = KeptReads.of(self._source.store)
+        self._reader: Reader = self._source.store
+        if self._reader.read_bytes > LOCAL_READ_BYTES:  # of a disk, the system keeps pages
+            self._reader = cast("Reader", KeptReads(self._reader))
         self._close = finalize(self, context.__exit__, None, None, None)  # at exit too
         self.catalog: Catalog = self._source.catalog
-        if changes is not None and changes.mappings:
+        if changes is not None:
             try:
                 weights = replace(changes, select=self.catalog.weights or None)
                 self.catalog = weights.apply(self._source).catalog
@@ -418,11 +412,6 @@ class KeptReads:
         self._kept_bytes = 0
         self._most_bytes = min(KEPT_BYTES, memory_budget() // 4)
         self._lock = threading.Lock()
-
-    @classmethod
-    def of(cls, reader: Reader) -> Reader:
-        """Returns a reader that keeps reads; on a disk, whose pages the system keeps, the same."""
-        return reader if reader.read_bytes <= LOCAL_READ_BYTES else cast("Reader", cls(reader))
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._reader, name)

@@ -57,7 +57,7 @@ from ckpt.loading.agreement import (
     is_far_live,
 )
 from ckpt.loading.newest import UNREADABLE, list_committed
-from ckpt.mapping.changes import Changes, MappingName
+from ckpt.mapping.changes import MappingName, changes_of
 from ckpt.match.match_builder import Casting, Fit, casting_of
 from ckpt.match.overlaps import check_preflight_scalars
 from ckpt.opening.sources import TRIES
@@ -258,10 +258,7 @@ def load_options(
 ) -> LoadOptions:
     """Returns options with these arguments of a load, checked. Raises ArgumentError."""
     fit = Fit(strict, rename, Selection.of(include, exclude), casting_of(dtype, casting))
-    if mapping == () and parameters is None:
-        return LoadOptions(fit=fit)
-    changes = Changes(mapping=mapping, parameters=parameters)
-    return LoadOptions(fit=fit, changes=changes if changes.mappings else None)
+    return LoadOptions(fit=fit, changes=changes_of(mapping, parameters))
 
 
 def load_partly(

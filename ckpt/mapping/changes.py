@@ -221,6 +221,16 @@ class Changes:
         return config_in(source.store)
 
 
+def changes_of(
+    mapping: MappingName | Sequence[MappingName], parameters: Mapping[str, int] | None
+) -> Changes | None:
+    """Returns the changes of a load, checked; None without a mapping. Raises as `Changes`."""
+    if mapping == () and parameters is None:
+        return None
+    changes = Changes(mapping=mapping, parameters=parameters)
+    return changes if changes.mappings else None
+
+
 def read_mapping(mapping: MappingName) -> TensorMapping:
     """Returns the mapping that ships under a name, or that is in a file (docs/converting.md).
 

@@ -242,7 +242,7 @@ def _collect(
         if seen is not None and seen.is_clean(name):
             continue
         with open_store(place, options) as store:
-            listed = store if seen is None else _Seen.of(store, seen, name)
+            listed = store if seen is None else cast("Store", _Seen(store, seen, name))
             try:
                 left_overs += _find_left_overs(listed, place, places, age)
             except OSError as error:
@@ -318,11 +318,6 @@ class _Seen:
 
     def __init__(self, store: Store, listing: _Listing, folder: str) -> None:
         self._store, self._listing, self._folder = store, listing, folder
-
-    @classmethod
-    def of(cls, store: Store, listing: _Listing, folder: str) -> Store:
-        """Returns the store with the answers of a listing."""
-        return cast("Store", cls(store, listing, folder))
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._store, name)
