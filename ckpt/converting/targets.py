@@ -63,7 +63,7 @@ from ckpt.stores.store import (
     open_store,
     split_url,
 )
-from ckpt.transfer.bases import base_files_beside, check_unused
+from ckpt.transfer.bases import base_files_beside, check_unused, manifest_in
 from ckpt.transfer.commit import check_no_link, check_no_other
 from formats.catalog import FilePlan, Late, OutgoingTensor
 from formats.detect import DCP_METADATA, OF_WEIGHTS, is_shard
@@ -279,10 +279,7 @@ def _check_no_part_of_another(target: str, options: Options) -> None:
     folder, name = split_url(target)
     folder = one_spelling(folder)
     with open_store(folder, options) as store:
-        try:
-            data = read_manifest(store)
-        except FileNotFoundError:
-            data = b""
+        data = manifest_in(store)
     if data and (name == MANIFEST or _names(data, name)):
         raise ExistsError(
             f"{target} belongs to the checkpoint {folder}, whose manifest names it; convert to "

@@ -107,10 +107,15 @@ def is_as_it_was(base: str, digest: str, options: Options = None) -> bool:
 def manifest_now(url: str, options: Options = None) -> bytes | None:
     """Reads the present manifest of a checkpoint; None without one. An open store has the old."""
     with open_store(url, options) as store:
-        try:
-            return read_manifest(store)
-        except FileNotFoundError:
-            return None
+        return manifest_in(store)
+
+
+def manifest_in(store: Store) -> bytes | None:
+    """Returns the manifest in a folder; None without one."""
+    try:
+        return read_manifest(store)
+    except FileNotFoundError:
+        return None
 
 
 def check_unused(

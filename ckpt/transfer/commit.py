@@ -25,7 +25,13 @@ from warnings import warn
 from ckpt.errors import ExistsError, LeftOverWarning, NotDurableWarning, ReplacedError, StoreError
 from ckpt.stores.retries import UnflushedError
 from ckpt.stores.store import Store, link_at, local_path, split_url
-from ckpt.transfer.bases import base_files_beside, check_unused, is_as_it_was, manifest_now
+from ckpt.transfer.bases import (
+    base_files_beside,
+    check_unused,
+    is_as_it_was,
+    manifest_in,
+    manifest_now,
+)
 from ckpt.transfer.facts import Beside, Listing, facts_of, note
 from formats.detect import sign_of_another_format
 from formats.errors import FormatError, GoneError
@@ -99,7 +105,7 @@ def commit(
         tries += 1
         if tries > 1:  # the answer to a try was lost: meanwhile others may have changed all this
             _check_all_are_seen(store, files)
-            if overwrite and _read_committed(store) != old:
+            if overwrite and manifest_in(store) != old:
                 raise StoreError(
                     f"{store.url}/{MANIFEST}: the answer to its write was lost, and another "
                     "process has replaced or deleted it since; look which checkpoint is there, "
@@ -114,7 +120,7 @@ def commit(
         is_seen = overwrite and (
             MANIFEST in names or base is not None or tries_left < REPLACING - 1
         )
-        old, tries = _read_committed(store) if is_seen else None, 0
+        old, tries = manifest_in(store) if is_seen else None, 0
         try:
             store.commit(MANIFEST, data, is_seen, check)
             break
@@ -254,20 +260,13 @@ def withdraw(store: Store, data: bytes, look: Callable[[], object] | None = None
     return True
 
 
-def _read_committed(store: Store) -> bytes | None:
-    try:
-        return read_manifest(store)
-    except FileNotFoundError:
-        return None
-
-
 def _wrong_with(store: Store, data: bytes) -> str:
     """Returns why the manifest cannot be read back; "" if it has the written bytes.
 
     One of a later save is right too, and none. A store that fails now has confirmed the bytes.
     """
     try:
-        committed = _read_committed(store)
+        committed = manifest_in(store)
     except GoneError:
         return ""
     except FormatError as error:
