@@ -41,7 +41,6 @@ from ckpt.state.stateful import identity, is_packed, optimizer_entries, pack_sta
 from ckpt.transfer.write_job import Compress
 from formats.catalog import TensorRef
 from sharding.describe.describing import describe_module, flat_members, state_dict_keys
-from sharding.describe.members import NamedParameter
 from sharding.describe.wrappers import CleanNames
 
 with needs("lightning"):
@@ -232,7 +231,8 @@ class CkptStrategyMixin(_Strategy):
         if is_whole and OPTIMIZERS in loaded:
             saved = [_parameters(state) for state in loaded[OPTIMIZERS]]
             loaded[OPTIMIZERS] = [_number_parameters(state) for state in loaded[OPTIMIZERS]]
-            self._optimizers_left = url, _copy_nest(loaded[OPTIMIZERS]), saved
+            before = tree_map(lambda value: value, loaded[OPTIMIZERS])  # in other containers
+            self._optimizers_left = url, before, saved
         elif self.optimizers and not is_whole:
             self._fill_optimizers(url, None)
         return loaded  # type: ignore[no-any-return]
@@ -253,7 +253,9 @@ class CkptStrategyMixin(_Strategy):
         if self._optimizers_left is None:
             return
         (url, before, saved), self._optimizers_left = self._optimizers_left, None
-        own = [[name for each in named for name in each.names] for named in self._parameter_names()]
+        names = parameter_names({MODULE: self._module()})
+        named = [names.of(optimizer).named for optimizer in self.optimizers]
+        own = [[name for each in group for name in each.names] for group in named]
         is_changed = not _same(checkpoint[OPTIMIZERS], before)
         if [*map(sorted, saved)] == [*map(sorted, own)]:
             if not is_changed:
@@ -288,10 +290,6 @@ class CkptStrategyMixin(_Strategy):
         return is_overridden(hook, self.precision_plugin, Precision) or any(
             is_overridden(hook, part) for part in (module, *module.trainer.callbacks)
         )
-
-    def _parameter_names(self) -> list[list[NamedParameter]]:
-        names = parameter_names({MODULE: self._module()})
-        return [names.of(optimizer).named for optimizer in self.optimizers]
 
     def _weights(self, weights: Mapping[str, Any]) -> Any:
         """Returns the module, or its entries with the values of `given` that are not its own."""
@@ -413,11 +411,6 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
     return type(one) is type(other) and bool(one == other)
-
-
-def _copy_nest(nest: Any) -> Any:
-    """Returns a nest of other containers with the same tensors and values."""
-    return tree_map(lambda value: value, nest)
 
 
 def _parameters(state: Any) -> list[Any]:

@@ -247,12 +247,10 @@ class _OptimizerMatch:
         self, members: list[list[str]], saved: Mapping[int, _SavedGroup], where: str
     ) -> bool:
         """Whether groups fit if the saved names are positions; False after adding a difference."""
-        catalog, path = (
-            self.builder.saved.catalog,
-            path_in_checkpoint(self.builder.saved, self.path),
-        )
-        numbers = are_numbers(members_of_groups(self.builder.saved, self.path) or [])
-        by_position = numbers or (path in catalog.optimizers and catalog.optimizers[path] is None)
+        found = self.builder.saved
+        path, optimizers = path_in_checkpoint(found, self.path), found.catalog.optimizers
+        numbers = are_numbers(members_of_groups(found, self.path) or [])
+        by_position = numbers or (path in optimizers and optimizers[path] is None)
         sizes = [len(group.names) for group in saved.values()]
         wanted = [*map(len, members)]
         if not by_position or not saved or sizes == wanted:
@@ -403,9 +401,7 @@ class _OptimizerMatch:
                 isinstance(existing, torch.Tensor)
                 and tuple(existing.shape) == record.shape
                 and existing.dtype == dtype
-                and (
-                    strides is None or type(existing) is not torch.Tensor or _has(existing, strides)
-                )
+                and _has(existing, strides)
             ):
                 return existing
             if record.shape != tuple(parameter.shape) or key == STEP:

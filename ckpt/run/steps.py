@@ -188,13 +188,13 @@ def run_step(found: Committed) -> RunStep | None:
     step = step_of(found.name)
     if step is None:
         return None
-    metadata = found.metadata
-    metrics, program = metrics_of(metadata), program_of(metadata)
-    age = found.age
-    saved = RunStep(step, found.name, age.time, metrics, program, not metadata, age.order)
+    metadata, age = found.metadata, found.age
     count = metadata.get(NONFINITE, "")
-    has_count = count.isdecimal() and len(count) < 20
-    return replace(saved, nonfinite=int(count)) if has_count else saved
+    nonfinite = int(count) if count.isdecimal() and len(count) < 20 else None
+    metrics, program = metrics_of(metadata), program_of(metadata)
+    return RunStep(
+        step, found.name, age.time, metrics, program, not metadata, age.order, nonfinite=nonfinite
+    )
 
 
 class RunCounter:

@@ -344,8 +344,10 @@ class MemoryTier:
         self._newest, self._step = self._newest + 1, step
         failures = self._failures.count
         try:
-            if self._has_failed:
-                self._open_again()
+            if self._has_failed:  # rule 9; servers that live have an owner at any time
+                before, self._live = self._live, self._open()
+                before.end()
+                self._has_failed = False
             age = {key: metadata[key] for key in (STEP, BEGAN, ORDER)}
             info = {**age, TOKEN: self._live.hosts.token}
             self._handle = self._live.update_state(state, self._newest, metadata, info)
@@ -363,12 +365,6 @@ class MemoryTier:
                 handle.wait()
             except Exception as error:
                 self._count_failure(error)
-
-    def _open_again(self) -> None:
-        """Follows rule 9. Servers that live have an owner at any time."""
-        before, self._live = self._live, self._open()
-        before.end()
-        self._has_failed = False
 
     def _count_failure(self, error: Exception) -> None:
         self._has_failed = True

@@ -38,7 +38,6 @@ from ckpt.arguments import memory_budget, workers_for
 from ckpt.plan.copy_plan import (
     CopySource,
     CopyUnit,
-    Span,
     TensorRun,
     find_alike,
     pieces_of_range,
@@ -170,14 +169,11 @@ class FileCopier:
         for at, data in unit.literals:
             memory[at : at + len(data)] = data
         if unit.span is not None:
-            self._fill_span(unit.span, memory)
+            source, lo, hi = unit.span
+            pieces = pieces_of_range(source.record.shape, lo, hi)
+            self._fill_pieces(source, pieces, (hi - lo) * source.record.dtype.itemsize, memory)
         elif unit.ranges:
             self.ranges.read(unit.ranges, [memory, *[memory[lo:hi] for lo, hi in unit.places]])
-
-    def _fill_span(self, span: Span, memory: memoryview) -> None:
-        source, lo, hi = span
-        pieces = pieces_of_range(source.record.shape, lo, hi)
-        self._fill_pieces(source, pieces, (hi - lo) * source.record.dtype.itemsize, memory)
 
     def _fill_pieces(
         self, source: CopySource, pieces: Sequence[Piece], nbytes: int, memory: memoryview

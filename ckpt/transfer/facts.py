@@ -435,10 +435,8 @@ def _find_all_known(
         return not with_bases or known.facts.bases is not None or bool(known.facts.damaged)
 
     with _lock:
-        sources = [_memory.get(str(store.url), {})]
-    known = {
-        name: sources[0][name] for name, seen in there.items() if same(sources[0].get(name), seen)
-    }
+        before = _memory.get(str(store.url), {})
+    known = {name: before[name] for name, seen in there.items() if same(before.get(name), seen)}
     if has_index and len(there) - len(known) > FEW:
         index = _read_index(store)
         more = (name for name, seen in there.items() if same(index.get(name), seen))
