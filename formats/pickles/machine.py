@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from struct import Struct
 from struct import error as StructError
 
@@ -60,67 +60,34 @@ class Loaded:
     """The attributes of OrderedDicts, by the `id` of each dict in `value`."""
 
 
-def run(data: bytes, at: int, where: str, storage_of: Callable[[object], Storage]) -> Loaded:
-    """Returns the content of the pickle at byte `at`. Raises as `load` does.
-
-    `storage_of` returns the storage in the bytes of a file that lies in the pickle.
-    """
-    machine = _Machine(data, at, storage_of)
-    try:
-        value = machine.run()
-        return Loaded(value, machine.at + 1, machine.storages, machine.attributes)
-    except FormatError as error:
-        advice = "; restore the file from another copy" if type(error) is FormatError else ""
-        raise type(error)(f"{where}: {error} (byte {machine.at} of the pickle){advice}") from None
-    except _UNSOUND as error:
-        raise FormatError(
-            f"{where}: the pickle is not valid at byte {machine.at} of {len(data)} "
-            f"({type(error).__name__}: {error}); restore the file from another copy"
-        ) from None
-
-
+@dataclass(slots=True)
 class _Machine:
     """The stack with its marks, the memo, and the position in the bytes."""
 
-    __slots__ = (
-        "at",
-        "attributes",
-        "below",
-        "copied",
-        "data",
-        "frame_end",
-        "having",
-        "keys",
-        "memo",
-        "pop",
-        "push",
-        "sparse",
-        "stack",
-        "storage_of",
-        "storages",
-    )
+    data: bytes
+    at: int
+    is_inside: bool
+    """Whether the pickle is that of a storage in another pickle."""
+    storages: dict[str, Storage] = field(default_factory=dict)
+    """The storages outside of the pickle, by key."""
+    attributes: dict[int, object] = field(default_factory=dict)
+    having: list[object] = field(default_factory=list)
+    """The dicts with attributes, so that no other object gets their `id`."""
+    stack: list[object] = field(init=False)
+    below: list[list[object]] = field(default_factory=list)
+    """The stacks below the marks. Only an opcode that removes a mark reaches below it."""
+    memo: list[object] = field(default_factory=list)
+    sparse: dict[int, object] = field(default_factory=dict)
+    """The memo of a pickle that leaves out numbers, which no pickler does."""
+    frame_end: int = -1
+    """The end of the present frame; -1 outside of a frame."""
+    copied: int = 0
+    keys: KeysApart = field(default_factory=KeysApart)
+    push: Callable[[object], None] = field(init=False)
+    pop: Callable[[], object] = field(init=False)
 
-    def __init__(self, data: bytes, at: int, storage_of: Callable[[object], Storage]) -> None:
-        self.data = data
-        self.at = at
-        self.storage_of = storage_of
-        self.storages: dict[str, Storage] = {}
-        """The storages outside of the pickle, by key."""
-        self.attributes: dict[int, object] = {}
-        self.having: list[object] = []
-        """The dicts with attributes, so that no other object gets their `id`."""
-        self.stack: list[object] = []
-        self.below: list[list[object]] = []
-        """The stacks below the marks. Only an opcode that removes a mark reaches below it."""
-        self.memo: list[object] = []
-        self.sparse: dict[int, object] = {}
-        """The memo of a pickle that leaves out numbers, which no pickler does."""
-        self.frame_end = -1
-        """The end of the present frame; -1 outside of a frame."""
-        self.copied = 0
-        self.keys = KeysApart()
-        self.push: Callable[[object], None] = self.stack.append
-        self.pop: Callable[[], object] = self.stack.pop
+    def __post_init__(self) -> None:
+        self.use([])
 
     def run(self) -> object:
         data, steps, end = self.data, _STEPS, len(self.data)
@@ -303,7 +270,10 @@ class _Machine:
                 if type(each) in _COPIED:
                     self.copy(len(each))
             made = MAKERS.get(callee.full)
-            self.push(self.storage_of(*arguments) if made is None else made(arguments))
+            if made is None:
+                self.push(_storage_inside(*arguments, is_inside=self.is_inside))
+            else:
+                self.push(made(arguments))
         elif callee.full in RECORDS:
             if arguments:
                 raise FormatError(
@@ -478,7 +448,18 @@ def load_first(data: bytes, where: str, at: int = 0, is_inside: bool = False) ->
     `is_inside` is for a pickle in another one; it may have no third one inside.
     """
     check("pickle_bytes", len(data) - at, where)
-    return run(data, at, where, _no_storage if is_inside else _storage_inside)
+    machine = _Machine(data, at, is_inside)
+    try:
+        value = machine.run()
+        return Loaded(value, machine.at + 1, machine.storages, machine.attributes)
+    except FormatError as error:
+        advice = "; restore the file from another copy" if type(error) is FormatError else ""
+        raise type(error)(f"{where}: {error} (byte {machine.at} of the pickle){advice}") from None
+    except _UNSOUND as error:
+        raise FormatError(
+            f"{where}: the pickle is not valid at byte {machine.at} of {len(data)} "
+            f"({type(error).__name__}: {error}); restore the file from another copy"
+        ) from None
 
 
 def load_row(data: bytes, where: str, is_inside: bool = False) -> Loaded:
@@ -509,8 +490,10 @@ def load_row(data: bytes, where: str, is_inside: bool = False) -> Loaded:
     return Loaded(state.value, at, found, state.attributes)
 
 
-def _storage_inside(data: object) -> Storage:
+def _storage_inside(data: object, *, is_inside: bool) -> Storage:
     """Returns the storage in the bytes of a file of torch.save, as plain pickles have it."""
+    if is_inside:
+        raise FormatError("the pickle of a storage has a storage inside")
     if type(data) is not bytes:
         raise FormatError("a storage is not in bytes of its own")
     row = load_row(data, "a storage in the pickle", is_inside=True)
@@ -518,7 +501,3 @@ def _storage_inside(data: object) -> Storage:
     if not isinstance(found, Storage) or len(data) - row.end != COUNT_BYTES + found.nbytes:
         raise FormatError("the bytes of a storage have another length")
     return replace(found, data=data[row.end + COUNT_BYTES :])
-
-
-def _no_storage(data: object) -> Storage:
-    raise FormatError("the pickle of a storage has a storage inside")

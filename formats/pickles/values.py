@@ -307,7 +307,7 @@ def _with_attributes(arguments: Arguments) -> object:
         raise FormatError("a tensor is built without a function, a class and arguments")
     if maker.full == _FROM_TYPE:
         raise FormatError("a tensor is built of one that is built in the same way")
-    made = TENSOR_MAKERS.get(maker.full, _unknown)(inner)
+    made = TENSOR_MAKERS.get(maker.full, _wrapper)(inner)
     if not isinstance(made, Opaque):
         return made
     if kind.full in _DTENSORS:
@@ -329,10 +329,6 @@ def _has_summands(spec: object) -> bool:
     placements = _attribute(_state(spec), "placements")
     found = placements if isinstance(placements, tuple) else ()
     return any(isinstance(each, Opaque) and each.type.endswith("Partial") for each in found)
-
-
-def _unknown(arguments: Arguments) -> object:
-    return Opaque(TENSOR, arguments)
 
 
 def _state(value: object) -> object:
