@@ -294,4 +294,5 @@ def make_sealed(
             records += records_of(data[at : min(at + STEP_BYTES, end)], chunk_bytes_of("raw"))
     nbytes = items[-1].offset + items[-1].nbytes if items else 0
     advance(nbytes)
-    return Sealed(raw_header(items)[0], b"".join(records), nbytes)
+    header, _ = raw_header([OutgoingTensor(item.name, item.shape, item.dtype) for item in items])
+    return Sealed(header, b"".join(records), nbytes)

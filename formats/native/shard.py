@@ -272,7 +272,7 @@ class Shard:
     ) -> None:
         self.file = file
         self.index = index
-        self._where = f"{reader.url}/{file.name}"
+        self.where = f"{reader.url}/{file.name}"
         self._reader = reader
         self._base_file = base_file
         self._known_first = known_first
@@ -287,7 +287,7 @@ class Shard:
         if not runs:
             extent = self.extent(name, expected)
             return [Part(0, extent, first, self._records(first, first + count))]
-        where = f"{self._where}: {name}"
+        where = f"{self.where}: {name}"
         if entry.dtype != "U8":
             raise FormatError(f"{where} is borrowed and yet {entry.dtype}")
         return list(self._iter_parts(first, count, runs, entry, expected, where))
@@ -301,20 +301,18 @@ class Shard:
         compressed = self.index.codec != "raw"
         if not compressed and (dtype != expected.carrier or shape != expected.shape):
             raise FormatError(
-                f"{self._where}: {name} is {dtype} {list(shape)} in the file, the manifest says "
+                f"{self.where}: {name} is {dtype} {list(shape)} in the file, the manifest says "
                 f"{expected.carrier} {list(expected.shape)}"
             )
         if compressed and dtype != "U8":
-            raise FormatError(f"{self._where}: {name} is compressed and yet {dtype}")
+            raise FormatError(f"{self.where}: {name} is compressed and yet {dtype}")
         return Start(self.index.header.data_offset + begin, self._first_chunk(name), end - begin)
 
     def extent(self, name: str, expected: Expected, start: Start | None = None) -> Extent:
         """Returns the extent of a tensor's part, with this start if it is known."""
         offset, first, stored_bytes = start or self.start(name, expected)
         _, _, nbytes, width = expected
-        chunks = ChunkTable(
-            self.index, first, offset, stored_bytes, nbytes, self._where, name, self._fetch
-        )
+        chunks = ChunkTable(self, name, first, offset, stored_bytes, nbytes)
         if chunks.compressed:
             chunks.check()
         return Extent(self.file.name, offset, nbytes, chunks, width)
@@ -323,7 +321,7 @@ class Shard:
         entry = self.index.header.entries.get(name)
         if entry is None or name in OWN_ENTRIES:
             raise CorruptError(
-                f"{self._where}: {name} should be in this file and is not; restore the file from "
+                f"{self.where}: {name} should be in this file and is not; restore the file from "
                 "another copy"
             )
         return entry
@@ -355,9 +353,7 @@ class Shard:
             for begin, end, file, there, stored in ranges:
                 starts = (begin - first) * chunk_bytes
                 raw = min((end - first) * chunk_bytes, nbytes) - starts
-                chunks = ChunkTable(
-                    self.index, begin, there, stored, raw, self._where, entry.name, self._fetch
-                )
+                chunks = ChunkTable(self, entry.name, begin, there, stored, raw)
                 chunks.check()
                 extent = Extent(file, there, raw, chunks, expected.component_bytes)
                 yield Part(starts, extent, begin, self._records(begin, end))
@@ -368,9 +364,10 @@ class Shard:
 
     def root_file(self, root: Root) -> str:
         """Returns the reader's name of the base's file with a root."""
-        return self._base_file(root.place, root.stored_bytes, self._where)
+        return self._base_file(root.place, root.stored_bytes, self.where)
 
-    def _fetch(self, root: Root, width: int, target: memoryview) -> None:
+    def fetch(self, root: Root, width: int, target: memoryview) -> None:
+        """Fills `target` with the raw bytes of a root. Raises as `read_root` does."""
         read_root(self._reader, self.root_file(root), root, width, target)
 
     def _records(self, first: int, end: int) -> memoryview:
@@ -388,7 +385,7 @@ class Shard:
         if self._first is None:
             self._first = self._known_first.get(id(self.index.header))
         if self._first is None:
-            self._first = first_chunks(self.index, self._where)
+            self._first = first_chunks(self.index, self.where)
             if self.index.codec == "raw":
                 self._known_first[id(self.index.header)] = self._first
         return self._first[name]
@@ -423,68 +420,46 @@ def first_chunks(index: ShardIndex, where: str) -> dict[str, int]:
     return first
 
 
+@dataclass(slots=True, eq=False)
 class ChunkTable:
     """The chunks of one tensor in one file, unpacked on demand."""
 
-    __slots__ = (
-        "_fetch",
-        "_file",
-        "_first",
-        "_name",
-        "_offset",
-        "_raw_bytes",
-        "_roots",
-        "_starts",
-        "_stored_bytes",
-        "_table",
-        "chunk_bytes",
-        "compressed",
-    )
+    _shard: Shard
+    _name: str
+    _first: int
+    _offset: int
+    _stored_bytes: int
+    _raw_bytes: int
+    _starts: list[int] | None = None
+    chunk_bytes: int = field(init=False)
+    compressed: bool = field(init=False)
 
-    def __init__(
-        self,
-        index: ShardIndex,
-        first: int,
-        offset: int,
-        stored_bytes: int,
-        raw_bytes: int,
-        file: str,
-        name: str,
-        fetch: Callable[[Root, int, memoryview], None],
-    ) -> None:
-        self._file = file
-        self._roots = index.deltas
-        self._fetch = fetch
-        self._name = name
-        self.chunk_bytes = index.chunk_bytes
-        self.compressed = index.codec != "raw"
-        self._table = index.table
-        self._first = first
-        self._offset = offset
-        self._stored_bytes = stored_bytes
-        self._raw_bytes = raw_bytes
-        self._starts: list[int] | None = None
+    def __post_init__(self) -> None:
+        self.chunk_bytes = self._shard.index.chunk_bytes
+        self.compressed = self._shard.index.codec != "raw"
 
     def __len__(self) -> int:
         return -(-self._raw_bytes // self.chunk_bytes)
 
     def __getitem__(self, index: int) -> Chunk:
-        digest, stored = RECORD.unpack_from(self._table, (self._first + index) * RECORD.size)
+        table, record = self._shard.index.table, (self._first + index) * RECORD.size
+        digest, stored = RECORD.unpack_from(table, record)
         at = index * self.chunk_bytes
         raw = min(self.chunk_bytes, self._raw_bytes - at)
+        if not 0 < stored <= raw or (stored < raw and not self.compressed):
+            raise FormatError(
+                f"{self._where}: chunk {index} of {raw} bytes is recorded with {stored} stored "
+                "bytes"
+            )
         if self.compressed:
             at = self._chunk_starts()[index]
-        elif stored != raw:
-            raise self._lie(index, stored, raw)
-        if not 0 < stored <= raw:
-            raise self._lie(index, stored, raw)
         return Chunk(self._offset + at, stored, raw, digest, stored < raw)
 
     def wrong(self, first: int, stored: memoryview) -> int | None:
         """Returns the first chunk with another digest, as `Chunks.wrong` does."""
         if self.compressed:
             return self._wrong_compressed(first, stored)
-        table, digest, size = self._table, xxhash.xxh3_128_digest, self.chunk_bytes
+        table, digest, size = self._shard.index.table, xxhash.xxh3_128_digest, self.chunk_bytes
         record = (self._first + first) * RECORD.size
         for at in range(0, len(stored), size):
             data = stored[at : at + size]
@@ -499,10 +474,10 @@ class ChunkTable:
             target[:] = stored
             return
         decompress(stored, width, target, self._where)
-        root = self._roots.get(self._first + index)
+        root = self._shard.index.deltas.get(self._first + index)
         if root is not None:
             before = memoryview(bytearray(len(target)))
-            self._fetch(root, width, before)
+            self._shard.fetch(root, width, before)
             differ(target, before, target)
 
     def _wrong_compressed(self, first: int, stored: memoryview) -> int | None:
@@ -516,12 +491,7 @@ class ChunkTable:
 
     @property
     def _where(self) -> str:
-        return f"{self._file}: {self._name}"
-
-    def _lie(self, index: int, stored: int, raw: int) -> FormatError:
-        return FormatError(
-            f"{self._where}: chunk {index} of {raw} bytes is recorded with {stored} stored bytes"
-        )
+        return f"{self._shard.where}: {self._name}"
 
     def check(self) -> None:
         """Raises FormatError unless the compressed chunks fill their entry exactly."""
@@ -534,12 +504,12 @@ class ChunkTable:
 
     def _chunk_starts(self) -> list[int]:
         if self._starts is None:
-            starts = [0]
+            starts, table = [0], self._shard.index.table
             for index in range(len(self)):
                 at = (self._first + index) * RECORD.size
-                if at + RECORD.size > len(self._table):
+                if at + RECORD.size > len(table):
                     break
-                stored = RECORD.unpack_from(self._table, at)[1]
+                stored = RECORD.unpack_from(table, at)[1]
                 starts.append(starts[-1] + min(stored, self.chunk_bytes))
             self._starts = starts
         return self._starts

@@ -13,12 +13,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import xxhash
 
 from formats.catalog import FilePlan, Late, OutgoingTensor, length_of
-from formats.dtypes import DType
 from formats.errors import FormatError
 from formats.native.borrowed import (
     BORROWED,
@@ -105,27 +103,7 @@ def plan_summary(plan: FilePlan, table: bytes) -> ShardSummary:
     return ShardSummary(size, len(header), len(table), hasher.hexdigest())
 
 
-class Sized(Protocol):
-    """A tensor whose bytes are known in number."""
-
-    @property
-    def name(self) -> str:
-        """Its name in the file."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of its entry."""
-
-    @property
-    def dtype(self) -> DType:
-        """Its dtype."""
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of its data."""
-
-
-def raw_header(ordered: Sequence[Sized]) -> tuple[bytes, int]:
+def raw_header(ordered: Sequence[OutgoingTensor]) -> tuple[bytes, int]:
     """Returns the header of an uncompressed file, and the size of its chunk table.
 
     The tensors are in the file's order. Raises FormatError for a name of the file's own entries.
@@ -140,17 +118,9 @@ def raw_header(ordered: Sequence[Sized]) -> tuple[bytes, int]:
 
 def records_of(run: memoryview, chunk_bytes: int) -> list[bytes]:
     """Returns the table's records of a run of uncompressed chunks, which begins with a chunk."""
-    digest, size = xxhash.xxh3_128_digest, len(run)
-    if size <= chunk_bytes:
-        return [RECORD.pack(digest(run), size)]
-    pack = RECORD.pack
-    whole = size - size % chunk_bytes
-    records = [
-        pack(digest(run[at : at + chunk_bytes]), chunk_bytes) for at in range(0, whole, chunk_bytes)
-    ]
-    if whole < size:
-        records.append(pack(digest(run[whole:]), size - whole))
-    return records
+    digest, pack = xxhash.xxh3_128_digest, RECORD.pack
+    chunks = (run[at : at + chunk_bytes] for at in range(0, len(run), chunk_bytes))
+    return [pack(digest(chunk), len(chunk)) for chunk in chunks]
 
 
 WORKERS = 4
