@@ -22,7 +22,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
@@ -213,11 +213,6 @@ class Names:
             if chars > self._longest:
                 raise limit_error("name_chars", chars, f"{self._where}: the name of a tensor")
             self.values(0)
-
-    def tensors(self, chars: Iterable[int]) -> None:
-        """Counts the names of tensors, of so many characters each. Raises as `tensor` does."""
-        for each in chars:
-            self.tensor(each)
 
     def values(self, chars: int, count: int = 1) -> None:
         """Counts names of values, of so many characters each. Raises HostileError if too many."""

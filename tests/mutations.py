@@ -395,8 +395,8 @@ MUTATIONS = (
     ),
     Mutation(
         "manifest: headers and tables fit into a file",
-        "and not any(map(gt, map(add, headers, tables), sizes))",
-        "and not any(map(gt, headers, sizes))",
+        "if header + table > size:",
+        "if header > size:",
         "formats/native_hostile formats/native",
     ),
     # Loading.

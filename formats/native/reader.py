@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import repeat
 from math import prod
 from typing import TypeAlias
@@ -36,7 +36,7 @@ OPENERS = 8
 def read(reader: Reader) -> Catalog:
     """Reads the catalog of the checkpoint in a folder with a `manifest.json`.
 
-    Raises FileNotFoundError if there is none, and the errors of `manifest_loader.load`.
+    Raises FileNotFoundError if there is none, and the errors of `formats.native.manifest.load`.
     """
     data = read_manifest(reader)
     manifest = load(data, f"{reader.url}/{MANIFEST}")
@@ -202,15 +202,13 @@ class Places:
         return self._expected.setdefault(found, found)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class NativePieces:
     """The stored pieces of one tensor."""
 
-    __slots__ = ("_name", "_places", "_shards")
-
-    def __init__(self, shards: Shards, name: str, places: Places) -> None:
-        self._shards = shards
-        self._name = name
-        self._places = places
+    _shards: Shards
+    _name: str
+    _places: Places
 
     def locate(self, box: Box, but: int | None = None) -> Iterator[StoredPiece]:
         """Returns the stored pieces that overlap `box`, except those of one rank."""
