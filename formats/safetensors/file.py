@@ -331,16 +331,6 @@ DTYPES_KEY = "ckpt.dtypes"
 """Metadata: a JSON object from each carried tensor to the name of its true dtype."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileContents:
-    """The content of one safetensors file, with ckpt's own metadata keys interpreted."""
-
-    tensors: Mapping[str, TensorRecord]
-    aliases: Mapping[str, str]
-    metadata: Mapping[str, str]
-    record: FileRecord
-
-
 def read(reader: Reader, name: str) -> Catalog:
     """Reads the catalog of a safetensors file: only its header.
 
@@ -350,19 +340,6 @@ def read(reader: Reader, name: str) -> Catalog:
         UnsupportedError: a tensor has elements smaller than a byte.
         FormatError: the file is not a safetensors file.
     """
-    contents = read_contents(reader, name)
-    return Catalog(
-        format="safetensors",
-        tensors=contents.tensors,
-        tree=flat_tree(contents.tensors, contents.aliases),
-        files=(contents.record,),
-        aliases=contents.aliases,
-        metadata=contents.metadata,
-    )
-
-
-def read_contents(reader: Reader, name: str) -> FileContents:
-    """Reads the content of a file, of which `read` makes a catalog. Raises as `read` does."""
     header = read_header(reader, name)
     metadata = dict(header.metadata)
     true_dtypes = _json_object(metadata.pop(DTYPES_KEY, "{}"), DTYPES_KEY, name)
@@ -380,8 +357,14 @@ def read_contents(reader: Reader, name: str) -> FileContents:
         entry.name: _record(entry, true_dtypes.get(entry.name), name, header.data_offset)
         for entry in header.entries.values()
     }
-    size = header.data_offset + header.data_bytes
-    return FileContents(tensors, aliases, metadata, FileRecord(name, size))
+    return Catalog(
+        format="safetensors",
+        tensors=tensors,
+        tree=flat_tree(tensors, aliases),
+        files=(FileRecord(name, header.data_offset + header.data_bytes),),
+        aliases=aliases,
+        metadata=metadata,
+    )
 
 
 def plan(name: str, state: Outgoing) -> FilePlan:

@@ -54,7 +54,8 @@ from formats.detect import folder_format
 from formats.errors import CorruptError, FormatError, HostileError
 from formats.joined import Part, below, join_catalogs
 from formats.limits import ELEMENTS, check, decode_object
-from formats.safetensors.file import FileContents, flat_tree, plan_tensors, read_contents
+from formats.safetensors import file as safetensors_file
+from formats.safetensors.file import flat_tree, plan_tensors
 from formats.storage import Reader
 from sharding.errors import format_names
 from sharding.layout import Box, Piece
@@ -260,20 +261,20 @@ def read(reader: Reader, name: str | None = None, present: Sequence[str] | None 
     if chosen is None:
         raise FileNotFoundError(f"{reader.url}: no *.safetensors or *{_INDEX} in this folder")
     weight_map, files = read_weight_map(reader, chosen, present)
-    contents = [read_contents(reader, shard) for shard in chosen.files or files]
+    contents = [safetensors_file.read(reader, shard) for shard in chosen.files or files]
     tensors, aliases = _merge(contents, weight_map, chosen.index)
     metadata = {key: text for content in contents for key, text in content.metadata.items()}
     index = (FileRecord(chosen.index, reader.size(chosen.index)),) if chosen.index else ()
     unread: tuple[str, ...] = ()
     if name is None:
-        own = {content.record.name for content in contents}
+        own = {content.files[0].name for content in contents}
         modules = module_folders(reader, present)
         unread = (*unread_files(present, own), *(f"{folder}/" for folder in modules))
     return Catalog(
         format="huggingface",
         tensors=tensors,
         tree=flat_tree(tensors, aliases),
-        files=index + tuple(content.record for content in contents),
+        files=index + tuple(content.files[0] for content in contents),
         aliases=aliases,
         metadata=metadata,
         notes=(*chosen.notes, *_differing(contents, metadata)),
@@ -404,7 +405,7 @@ def split(
     return tuple(shards)
 
 
-def _differing(contents: Sequence[FileContents], metadata: Mapping[str, str]) -> Iterator[str]:
+def _differing(contents: Sequence[Catalog], metadata: Mapping[str, str]) -> Iterator[str]:
     """Yields a note for each key of the metadata that is another text in another file."""
     for key, text in metadata.items():
         if any(content.metadata.get(key, text) != text for content in contents):
@@ -412,18 +413,18 @@ def _differing(contents: Sequence[FileContents], metadata: Mapping[str, str]) ->
 
 
 def _merge(
-    contents: Sequence[FileContents], weight_map: Mapping[str, str], index: str | None
+    contents: Sequence[Catalog], weight_map: Mapping[str, str], index: str | None
 ) -> tuple[dict[str, TensorRecord], dict[str, str]]:
     """Returns the tensors of all files in their order, by the index, and the tied names."""
     check_in_their_files(
         weight_map,
-        {content.record.name: (*content.tensors, *content.aliases) for content in contents},
+        {content.files[0].name: (*content.tensors, *content.aliases) for content in contents},
         index,
     )
     tensors: dict[str, TensorRecord] = {}
     aliases: dict[str, str] = {}
     for content in contents:
-        file = content.record.name
+        file = content.files[0].name
         for name, record in content.tensors.items():
             if weight_map.get(name, file) != file:
                 continue
@@ -446,8 +447,8 @@ def _merge(
     for alias, name in aliases.items():
         if name not in tensors:
             raise FormatError(
-                f"{index or contents[0].record.name}: {alias} is tied to {name}, which is in none "
-                "of its files"
+                f"{index or contents[0].files[0].name}: {alias} is tied to {name}, which is in "
+                "none of its files"
             )
     return tensors, aliases
 
@@ -509,11 +510,11 @@ def read_dcp_shards(reader: Reader) -> Catalog:
     files: list[FileRecord] = []
     metadata: dict[str, str] = {}
     for shard in shards:
-        contents = read_contents(reader, shard)
+        contents = safetensors_file.read(reader, shard)
         offsets = _offsets(contents, shard)
         for name, record in contents.tensors.items():
             parts.setdefault(name, []).append((shard, record, _box(record, offsets, shard)))
-        files.append(contents.record)
+        files += contents.files
         metadata |= {k: text for k, text in contents.metadata.items() if k not in _WRITTEN}
     tensors = {name: _tensor(name, found) for name, found in parts.items()}
     note = (
@@ -530,7 +531,7 @@ def read_dcp_shards(reader: Reader) -> Catalog:
     )
 
 
-def _offsets(contents: FileContents, file: str) -> Mapping[str, object]:
+def _offsets(contents: Catalog, file: str) -> Mapping[str, object]:
     """Returns the metadata's entry for each tensor of a file."""
     text = contents.metadata.get(OFFSETS_KEY)
     return decode_object(text, f"{file}: {OFFSETS_KEY}") if text is not None else {}
