@@ -25,7 +25,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from operator import itemgetter
 from typing import cast
@@ -44,7 +44,7 @@ from formats.catalog import (
 from formats.dcp.nest import METADATA, key_path, unflatten
 from formats.dtypes import DType
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
-from formats.limits import DIMENSIONS, ELEMENTS, apply_limits, check, current
+from formats.limits import DIMENSIONS, ELEMENTS, Limits, apply_limits, check, current
 from formats.pickles.machine import load
 from formats.pickles.records import (
     BytesStorageMetadata,
@@ -85,13 +85,13 @@ def read(reader: Reader) -> Catalog:
         )
     paths = {name: key_path(name, known_paths) for name in entries}
     sizes = {METADATA: reader.size(METADATA)}
-    nest, pickles = Nest(METADATA, sizes[METADATA]), KnownPickles()
+    nest, alike = Nest(METADATA, sizes[METADATA]), AlikeItems()
     leaves: dict[str, Tree] = {}
     values: dict[str, Extent] = {}
     for name, entry in entries.items():
         leaves[name] = None  # keeps the order: values are read in the order of their bytes
         if isinstance(entry, TensorStorageMetadata):
-            record, view = _tensor(reader, nest.claim(paths[name]), entry, items, pickles)
+            record, view = _tensor(reader, nest.claim(paths[name]), entry, items, alike)
             leaves[name] = nest.place(view, record)
         elif isinstance(entry, BytesStorageMetadata):
             values[name] = items.find(name, None)
@@ -136,7 +136,7 @@ def _metadata(reader: Reader) -> Metadata:
 
 
 def _tensor(
-    reader: Reader, name: str, entry: TensorStorageMetadata, items: Items, pickles: KnownPickles
+    reader: Reader, name: str, entry: TensorStorageMetadata, items: Items, alike: AlikeItems
 ) -> tuple[TensorRecord, object]:
     """Returns the record of a tensor, and a key that only tensors with equal items share."""
     properties, shape, chunks = entry.properties, _shape(name, entry.size), entry.chunks
@@ -161,7 +161,7 @@ def _tensor(
     if len({stored.extent for stored in pieces}) < len(pieces):
         raise FormatError(f"{METADATA}: two chunks of {name} lie in the same bytes")
     view = (dtype, shape, tuple(pieces)) if pieces else name
-    table = ItemPieces(reader, name, dtype, PieceTable(pieces), items.raw, pickles)
+    table = ItemPieces(reader, name, dtype, PieceTable(pieces), items.raw, alike)
     return TensorRecord(name, shape, dtype, table), view
 
 
@@ -182,8 +182,6 @@ def _mapping(value: object, what: str) -> dict[str, object]:
 
 READ_AHEAD_BYTES = 1 << 20
 """Bytes of one read while values are read, whose items lie side by side."""
-KNOWN_PICKLES = 1 << 10
-"""The largest number of pickles that are kept. A model has few shapes."""
 
 
 class Items:
@@ -316,99 +314,68 @@ def _without_item(file: str, lo: int, hi: int) -> CorruptError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """The tensor of an item, and the extent of its storage."""
-
-    extent: Extent
-    tensor: StoredTensor
-
-
-class KnownPickles:
-    """The tensors of items by their pickles: those of equal chunks are equal."""
-
-    def __init__(self) -> None:
-        self.items = AlikeItems()
-        self._tensors: dict[bytes, StoredTensor] = {}
-
-    def tensor(self, archive: Archive) -> object:
-        """Returns the content of an item's pickle."""
-        pickled = archive.read(DATA_PICKLE)
-        found: object = self._tensors.get(pickled)
-        if found is None:
-            found = load(pickled, archive.where)
-            if isinstance(found, StoredTensor) and len(self._tensors) < KNOWN_PICKLES:
-                self._tensors[pickled] = found
-        return found
-
-
+@dataclass(frozen=True, slots=True, eq=False)
 class ItemPieces:
     """The chunks of one tensor. `locate` opens their items (rule 2)."""
 
-    def __init__(
-        self,
-        reader: Reader,
-        name: str,
-        dtype: DType,
-        items: PieceTable,
-        raw: Mapping[Extent, Entry],
-        known: KnownPickles,
-    ) -> None:
-        self._reader, self._name, self._dtype, self._items = reader, name, dtype, items
-        self._raw, self._known = raw, known
-        self._opened: dict[Extent, _Opened] = {}
-        self._limits = current()
+    reader: Reader
+    name: str
+    dtype: DType
+    items: PieceTable
+    raw: Mapping[Extent, Entry]
+    alike: AlikeItems
+    opened: dict[Extent, StoredPiece] = field(default_factory=dict)
+    limits: Limits = field(default_factory=current)
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
         """Yields the chunks that overlap `box`, with their items opened."""
-        return map(self._open, self._items.locate(box))
+        return map(self._open, self.items.locate(box))
 
     def __iter__(self) -> Iterator[StoredPiece]:
-        return map(self._open, self._items)
+        return map(self._open, self.items)
 
     def _open(self, item: StoredPiece) -> StoredPiece:
-        box = item.piece.box
-        if entry := self._raw.get(item.extent):
+        if entry := self.raw.get(item.extent):
             return self._check(item, entry)
-        if item.extent not in self._opened:
-            with apply_limits(self._limits):
-                self._opened[item.extent] = self._read(item.extent, box)
-        opened = self._opened[item.extent]
-        return StoredPiece(Piece(box, opened.tensor.at, opened.tensor.strides), opened.extent)
+        if item.extent not in self.opened:
+            box = item.piece.box
+            with apply_limits(self.limits):
+                extent, tensor = self._read(item.extent, box)
+            opened = StoredPiece(Piece(box, tensor.at, tensor.strides), extent)
+            self.opened[item.extent] = opened
+        return self.opened[item.extent]
 
     def _check(self, item: StoredPiece, entry: Entry) -> StoredPiece:
         """Returns a chunk in a safetensors file. Raises FormatError for another shape or dtype."""
         box = item.piece.box
-        if entry.shape != box.shape or entry.dtype != self._dtype.name:
+        if entry.shape != box.shape or entry.dtype != self.dtype.name:
             raise FormatError(
-                f"{item.extent.file}: {self._name} is {entry.dtype} of shape {entry.shape}, where "
-                f"{METADATA} has {self._name} {box} of dtype {self._dtype}"
+                f"{item.extent.file}: {self.name} is {entry.dtype} of shape {entry.shape}, where "
+                f"{METADATA} has {self.name} {box} of dtype {self.dtype}"
             )
         return item
 
-    def _read(self, item: Extent, box: Box) -> _Opened:
-        alike = self._known.items.find(self._reader, item)
-        if alike is not None and (alike[1].shape, alike[1].dtype) == (box.shape, self._dtype):
-            return _Opened(*alike)
-        archive = Archive(self._reader, item.file, item.offset, item.nbytes)
-        tensor = self._known.tensor(archive)
+    def _read(self, item: Extent, box: Box) -> tuple[Extent, StoredTensor]:
+        alike = self.alike.find(self.reader, item)
+        if alike is not None and (alike[1].shape, alike[1].dtype) == (box.shape, self.dtype):
+            return alike
+        archive = Archive(self.reader, item.file, item.offset, item.nbytes)
+        tensor = load(archive.read(DATA_PICKLE), archive.where)
         if not isinstance(tensor, StoredTensor):
-            raise FormatError(
-                f"{archive.where}: no tensor, where {METADATA} has {self._name} {box}"
-            )
-        if tensor.shape != box.shape or tensor.dtype != self._dtype:
+            raise FormatError(f"{archive.where}: no tensor, where {METADATA} has {self.name} {box}")
+        if tensor.shape != box.shape or tensor.dtype != self.dtype:
             raise FormatError(
                 f"{archive.where}: a tensor of shape {tensor.shape} and dtype {tensor.dtype}, "
-                f"where {METADATA} has {self._name} {box} of dtype {self._dtype}"
+                f"where {METADATA} has {self.name} {box} of dtype {self.dtype}"
             )
         extent = archive.extent(f"data/{tensor.storage.key}")
         if extent.nbytes != tensor.storage.nbytes:
             raise CorruptError(
-                f"{archive.where}: the storage of {self._name} {box} has {tensor.storage.nbytes} "
+                f"{archive.where}: the storage of {self.name} {box} has {tensor.storage.nbytes} "
                 f"bytes by its pickle, {extent.nbytes} by its zip; restore it from another copy"
             )
-        self._known.items.add(item, archive, extent, tensor)
-        return _Opened(extent, tensor)
+        self.alike.add(item, archive, extent, tensor)
+        return extent, tensor
 
 
 class ReadAhead:
