@@ -18,17 +18,17 @@ The layout is that of distributed_metadata.py and dtensor_metadata.py of the lib
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
-from formats.catalog import Catalog, FileRecord, Key, StoredPiece, TensorRecord, TensorRef, Tree
+from formats.catalog import Catalog, FileRecord, Key, TensorRecord, TensorRef, Tree
 from formats.deepspeed.zero import File, open_file
 from formats.errors import CorruptError, FormatError, UnsupportedError
 from formats.limits import AXES, RANKS, check, decode_object
 from formats.pickles.machine import load
 from formats.pickles.records import Opaque, StoredTensor, is_shape
-from formats.pickles.tree import KeyPath, Nest, format_path
+from formats.pickles.tree import KeyPath, Nest, StoragePieces, Storages, format_path
 from formats.storage import Reader
 from formats.zip_records import DATA_PICKLE
 from sharding.errors import ArgumentError
@@ -133,23 +133,6 @@ def _placement(where: str, value: Mapping[object, object]) -> Placement:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _RankPieces:
-    """The pieces of a tensor in the files of ranks, whose places are looked up on demand."""
-
-    parts: tuple[tuple[Piece, File, str], ...]
-    """A piece, the file that has it, and the record of its storage."""
-
-    def locate(self, box: Box) -> Iterator[StoredPiece]:
-        for piece, file, record in self.parts:
-            if piece.box & box:
-                yield StoredPiece(piece, file.archive.extent(record))
-
-    def __iter__(self) -> Iterator[StoredPiece]:
-        for piece, file, record in self.parts:
-            yield StoredPiece(piece, file.archive.extent(record))
-
-
 def _files(reader: Reader) -> dict[str, dict[int, str]]:
     """Returns the names of the files by item and rank. Raises FormatError for two of one rank."""
     files: dict[str, dict[int, str]] = {}
@@ -210,7 +193,7 @@ class _Folder:
 
     def _add(self, item: str, path: KeyPath, layout: Layout, files: Mapping[int, File]) -> None:
         where = f"{item}{format_path(path)}"
-        parts: list[tuple[Piece, File, str]] = []
+        parts: list[tuple[Piece, Storages, str]] = []
         seen: set[Box] = set()
         dtype = None
         for rank in layout.mesh.ranks():
@@ -231,8 +214,8 @@ class _Folder:
             if dtype not in (None, tensor.dtype):
                 raise FormatError(f"{files[rank].name}: {where} has the dtype {tensor.dtype}")
             dtype = tensor.dtype
-            record = f"data/{tensor.storage.key}"
-            stored_bytes = files[rank].archive.record(record).nbytes if pieces else 0
+            archive, key = files[rank].archive, tensor.storage.key
+            stored_bytes = archive.nbytes_of(key) if pieces else 0
             if pieces and stored_bytes != tensor.storage.nbytes:
                 raise CorruptError(
                     f"{files[rank].name}: the storage of {where} has {stored_bytes} bytes, its "
@@ -240,12 +223,11 @@ class _Folder:
                 )
             for piece in pieces:
                 seen.add(piece.box)
-                parts.append(
-                    (Piece(piece.box, piece.at + tensor.at, piece.strides), files[rank], record)
-                )
+                there = Piece(piece.box, piece.at + tensor.at, piece.strides)
+                parts.append((there, archive, key))
         name = self.nest.claim((item, *path))
         assert dtype is not None  # a mesh has ranks
-        self.nest.place(name, TensorRecord(name, layout.shape, dtype, _RankPieces(tuple(parts))))
+        self.nest.place(name, TensorRecord(name, layout.shape, dtype, StoragePieces(*parts)))
 
     def _tree(self, values: _OfRanks, path: KeyPath, tensors: Tensors, left: set[KeyPath]) -> Tree:
         """Returns the tree of a value by rule 2, with sharded tensors in their places.

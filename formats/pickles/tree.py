@@ -87,18 +87,21 @@ class Storages(Protocol):
 
 
 class StoragePieces:
-    """The one piece of a tensor in a storage, whose place is looked up on demand."""
+    """The pieces of a tensor in storages, whose places are looked up on demand."""
 
-    def __init__(self, storages: Storages, key: str, piece: Piece) -> None:
-        self._storages, self._key, self._piece = storages, key, piece
+    def __init__(self, *parts: tuple[Piece, Storages, str]) -> None:
+        """Each part is a piece, the storages with its storage, and the key of the storage."""
+        self._parts = parts
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
-        if self._piece.box & box:
-            yield from self
+        for piece, storages, key in self._parts:
+            if piece.box & box:
+                yield StoredPiece(piece, storages.extent_of(key))
 
     def __iter__(self) -> Iterator[StoredPiece]:
-        if self._piece.box:
-            yield StoredPiece(self._piece, self._storages.extent_of(self._key))
+        for piece, storages, key in self._parts:
+            if piece.box:
+                yield StoredPiece(piece, storages.extent_of(key))
 
 
 class Nest:
@@ -331,7 +334,7 @@ class _Walk:
     def _tensor(self, tensor: StoredTensor, path: KeyPath) -> TensorRef:
         name, storage = self.nest.claim(path), tensor.storage
         piece = Piece(Box.whole(tensor.shape), tensor.at, tensor.strides)
-        pieces: Pieces = StoragePieces(self.storages, storage.key, piece)
+        pieces: Pieces = StoragePieces((piece, self.storages, storage.key))
         # The key is text: an attacker can choose the hashes of numbers.
         view = f"{self.storages.where}\0{tensor}", storage.data
         if storage.data is not None:
