@@ -17,7 +17,7 @@ reads the beginning of such a file, and twice as much each time that the pickles
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from copy import copy
 from types import MappingProxyType
 
 from formats import npz
@@ -138,24 +138,9 @@ def _constants(archive: Archive, nest: Nest) -> dict[Key, Tree]:
     if not isinstance(constants, tuple) or not constants:
         return {}
     named = {f"c{at}": constant for at, constant in enumerate(constants)}
-    storages = _Constants(archive, archive.where, archive.file)
+    storages = copy(archive)
+    storages.storages = "constants/"
     return {OF_CODE: nest.tree(named, (OF_CODE,), storages)}
-
-
-@dataclass(slots=True)
-class _Constants:
-    """The storages of the constants, which lie in a folder of their own."""
-
-    archive: Archive
-    where: str
-    file: str
-
-    def nbytes_of(self, key: str) -> int:
-        """Returns the bytes of a storage. Raises CorruptError if it is missing."""
-        return self.archive.record(f"constants/{key}").nbytes
-
-    def extent_of(self, key: str) -> Extent:
-        return self.archive.extent(f"constants/{key}")
 
 
 def weights_of_lightning(tree: Tree) -> str:

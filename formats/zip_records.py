@@ -51,8 +51,6 @@ _PLAIN_VERSION = 45
 _MAX_32 = 0xFFFFFFFF
 PLAIN_RECORDS = 1 << 10
 """A zip with fewer records may be small."""
-_END_BYTES = 22
-"""The bytes of the record at the end of a zip without a comment."""
 
 
 class Window:
@@ -209,6 +207,9 @@ class Archive:
         HostileError: two records have one name, or the directory has an absurd size.
     """
 
+    storages = "data/"
+    """The folder of the storages."""
+
     def __init__(
         self,
         reader: Reader,
@@ -265,10 +266,10 @@ class Archive:
 
     def nbytes_of(self, key: str) -> int:
         """Returns the bytes of the storage with this key. Raises CorruptError if it is missing."""
-        return self.record(f"data/{key}").nbytes
+        return self.record(self.storages + key).nbytes
 
     def extent_of(self, key: str) -> Extent:
-        return self.extent(f"data/{key}")
+        return self.extent(self.storages + key)
 
     def extent(self, name: str) -> Extent:
         """Returns the extent of a record's data. Reads its local header the first time."""
@@ -407,7 +408,7 @@ class Archive:
     def _check_end(self) -> None:
         """Raises CorruptError if bytes follow the directory, which zipfile overlooks."""
         length = self._window.length
-        end = self._window.bytes_at(length - _END_BYTES, _END_BYTES)
+        end = self._window.bytes_at(length - _END.size, _END.size)
         if end[:4] != b"PK\x05\x06" or end[-2:] != b"\0\0":  # torch writes no comment
             raise CorruptError(
                 f"{self.where}: the zip does not end with its directory: bytes were appended to "
