@@ -138,56 +138,38 @@ class Clock:
     """The times of one call. Its methods do nothing if no observer was there at its begin."""
 
     def __init__(self, call: str, rank: int, world_size: int) -> None:
-        self._observed = bool(_observers)
-        if not self._observed:
-            return
-        self._whole = _Open(call, "", rank, world_size)
-        self._stage: _Open | None = None
+        self._open = [_Open(call, "", rank, world_size)] if _observers else []
+        """The call and its stage, as long as they go on; nothing without an observer."""
 
     def doing(self, stage: str) -> None:
         """Ends the stage before, and begins another."""
-        if self._observed:
-            self._close("")
-            self._stage = self._whole.part(stage)
+        if self._open:
+            self.end_stage("")
+            self._open.append(self._open[0].part(stage))
 
     def count(self, nbytes: int) -> None:
         """Counts bytes of tensors for the stage and the call."""
-        if self._observed:
-            for event in self._open():
-                event.nbytes += nbytes
+        for event in tuple(self._open):
+            event.nbytes += nbytes
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Counts the time of the block as a wait for other ranks."""
-        if not self._observed:
-            yield
-            return
         began = time.perf_counter()
         try:
             yield
         finally:
-            for event in self._open():
+            for event in tuple(self._open):
                 event.waited += time.perf_counter() - began
 
     def end_stage(self, error: str) -> None:
-        if self._observed:
-            self._close(error)
+        if len(self._open) > 1:
+            _tell(self._open.pop().close(error))
 
     def end(self, error: str) -> None:
         """Ends the stage and the call; `error` is the class of the error that ended both."""
-        if self._observed:
-            self._close(error)
-            _tell(self._whole.close(error))
-
-    def _open(self) -> Iterator[_Open]:
-        yield self._whole
-        if self._stage is not None:
-            yield self._stage
-
-    def _close(self, error: str) -> None:
-        stage, self._stage = self._stage, None
-        if stage is not None:
-            _tell(stage.close(error))
+        while self._open:
+            _tell(self._open.pop().close(error))
 
 
 _pauses: set[object] = set()

@@ -186,7 +186,7 @@ class Link:
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.is_stranger = is_stranger
-        """Whether the other process has yet to show the secret (rule 4)."""
+        """Whether the other process has yet to show the secret (rule 11)."""
         self.messages: deque[Message] = deque()
         """The messages that have arrived, and that no operation has taken."""
         self.is_lost = False
@@ -230,7 +230,7 @@ class Link:
         while self.is_sending:
             rest = memoryview(self._outgoing)[sum(self._sent) :]
             try:
-                self._sent.extend(map(self._socket.send, (rest,)))  # rule 3
+                self._sent.extend(map(self._socket.send, (rest,)))  # rule 10
             except BlockingIOError:
                 return
             except OSError:
@@ -243,35 +243,27 @@ class Link:
         received = b"".join(self._greeted)
         return received if len(received) == _GREETING.size else None
 
-    def _receive_greeting(self) -> None:
-        """Takes in the greeting, as far as it has come."""
-        while not self.is_lost and (missing := _GREETING.size - sum(map(len, self._greeted))):
-            try:
-                self._greeted.extend(map(self._socket.recv, (missing,)))  # rule 3
-            except BlockingIOError:
-                return
-            except OSError:
-                self.is_lost = True
-                return
-            self.is_lost = not self._greeted[-1]
+    def _take_in(self, received: list[bytes], most: int) -> int:
+        """Adds bytes that have come, at most so many; returns their number."""
+        try:
+            received.extend(map(self._socket.recv, (most,)))  # rule 10
+        except BlockingIOError:
+            return 0
+        except OSError:
+            self.is_lost = True
+            return 0
+        self.is_lost = not received[-1]
+        return len(received[-1])
 
     def receive(self) -> None:
         """Takes in the messages that have come; of a stranger, the greeting."""
         if self.is_stranger:
-            self._receive_greeting()
+            while not self.is_lost and (missing := _GREETING.size - sum(map(len, self._greeted))):
+                if not self._take_in(self._greeted, missing):
+                    return
             return
-        while not self.is_lost:
-            try:
-                self._received.extend(map(self._socket.recv, (READ_BYTES,)))  # rule 3
-            except BlockingIOError:
-                break
-            except OSError:
-                self.is_lost = True
-                break
-            size = len(self._received[-1])
-            self.is_lost = size == 0
-            if size < READ_BYTES:
-                break
+        while not self.is_lost and self._take_in(self._received, READ_BYTES) == READ_BYTES:
+            pass
         data, at, messages = b"".join(self._received), 0, []
         while len(data) >= at + _LENGTHS.size:
             head, body = _LENGTHS.unpack_from(data, at)
@@ -470,7 +462,7 @@ class Channel(ABC):
         """Tells the other ranks."""
 
     def _say_called(self, call: Call) -> None:  # noqa: B027 - a channel without a warning needs none
-        """Tells the connected ranks that this rank has entered the call (`wait_warning`)."""
+        """Tells the connected ranks that this rank has entered the call (`WaitWarning`)."""
 
 
 class FakeChannel(Channel):

@@ -424,16 +424,11 @@ class Coordinator(ConnectedChannel):
                 ranks += self._greet(link)
         return ranks
 
-    @property
-    def _backlog(self) -> int:
-        """The most connections that wait for `accept`."""
-        return max(BACKLOG, self.world_size) + 1
-
     def _accept(self) -> list[int]:
         """Accepts the connections that wait, and returns the ranks among them."""
         ranks: list[int] = []
         self._is_full = False
-        for _ in range(self._backlog):
+        for _ in range(max(BACKLOG, self.world_size) + 1):  # the most connections that wait
             assert self._listener is not None
             until = monotonic() + GREETING_SECONDS
             try:

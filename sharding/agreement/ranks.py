@@ -217,7 +217,7 @@ class Ranks:
             return records[0][:8] + bytes([*same, is_balanced]) + records[0][numbers.size :]
 
         record = numbers.pack(number, *hashes.values(), balance) + (b"" if self.rank else note)
-        answer = self._exchange(stage, record, join, error)
+        answer = self.merge_records(stage, record, join, error)
         end = 9 + len(hashes)
         *same, is_balanced = map(bool, answer[8:end])
         first = int.from_bytes(answer[:8], "big")
@@ -255,18 +255,15 @@ class Ranks:
 
     def common(self, flags: bytes) -> bytes:
         """Returns the bytewise minimum of all ranks' byte strings, which are equally long."""
-        return self._exchange("comparing names", flags, _minimum) if flags else flags
-
-    def merge_records(self, stage: str, record: bytes, join: Join) -> bytes:
-        """Returns the answer on every rank: rank 0 makes it from all records by `join`."""
-        return self._exchange(stage, record, join)
+        return self.merge_records("comparing names", flags, _minimum) if flags else flags
 
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
         """Returns the bytes of rank `source` on every rank; the bytes travel compressed."""
         if self.is_single_process:
             return data
         record = zlib.compress(data, 1) if self.rank == source else b""
-        answer = self._exchange(f"sending the data of rank {source}", record, lambda r: r[source])
+        stage = f"sending the data of rank {source}"
+        answer = self.merge_records(stage, record, lambda records: records[source])
         return data if self.rank == source else zlib.decompress(answer)
 
     def gather(self, stage: str, record: bytes, error: BaseException | None = None) -> list[bytes]:
@@ -277,7 +274,7 @@ class Ranks:
             everyone[:] = records
             return b""
 
-        self._exchange(stage, record, join, error)
+        self.merge_records(stage, record, join, error)
         return everyone if self.rank == 0 else []
 
     @contextmanager
@@ -300,10 +297,10 @@ class Ranks:
                 raise _timeout_error(seconds)  # inside the call, so that the other ranks hear of it
             yield call
 
-    def _exchange(
+    def merge_records(
         self, stage: str, record: bytes, join: Join, error: BaseException | None = None
     ) -> bytes:
-        """Returns rank 0's answer to the records of all ranks.
+        """Returns the answer on every rank: rank 0 makes it from all records by `join`.
 
         A rank with an error raises that error, and rank 0 its own one of `join`.
         """
@@ -411,22 +408,15 @@ def _channel(group: ProcessGroup | None, rank: int, purpose: str) -> Channel:
                 "backend mpi: make the group with gloo or nccl, which mpirun can start too"
             )
         else:
-            by_name[purpose] = _make_channel(PrefixStore("ckpt", store), rank, world_size, purpose)
+            # Not the group's own object of the store, which is freed when the group is destroyed
+            # (`sharding.torch_versions`).
+            rendezvous = Rendezvous(PrefixStore("ckpt", store), purpose)
+            by_name[purpose] = (
+                Participant(rendezvous, rank, world_size)
+                if rank
+                else Coordinator(rendezvous, world_size)
+            )
     return by_name[purpose]
-
-
-def _make_channel(store: Store, rank: int, world_size: int, purpose: str) -> Channel:
-    """Returns this rank's end of the connections.
-
-    The store object is not the group's own, which is freed when the group is destroyed
-    (`sharding.torch_versions`).
-    """
-    rendezvous = Rendezvous(store, purpose)
-    return (
-        Coordinator(rendezvous, world_size)
-        if rank == 0
-        else Participant(rendezvous, rank, world_size)
-    )
 
 
 def message_device(group: ProcessGroup | None) -> torch.device:

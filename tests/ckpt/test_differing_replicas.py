@@ -355,7 +355,7 @@ def count_exchanges(folder: str, differs: bool) -> list[str]:
     from sharding.agreement.ranks import Ranks
 
     rank, stages = dist.get_rank(), []
-    once = Ranks._exchange
+    once = Ranks.merge_records
 
     def counting(self: Ranks, stage: str, *rest: Any) -> bytes:
         stages.append(stage)
@@ -364,12 +364,12 @@ def count_exchanges(folder: str, differs: bool) -> list[str]:
     state = {f"layer {i}": {"w": torch.full((16,), float(i))} for i in range(10_000)}
     if differs:
         state["layer 77"]["w"][3] = rank
-    Ranks._exchange = counting  # type: ignore[method-assign]
+    Ranks.merge_records = counting  # type: ignore[method-assign]
     try:
         with telling():
             ckpt.save(folder, state)
     finally:
-        Ranks._exchange = once  # type: ignore[method-assign]
+        Ranks.merge_records = once  # type: ignore[method-assign]
     return stages
 
 

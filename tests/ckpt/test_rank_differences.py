@@ -342,7 +342,7 @@ def save_with_many_names(folder: str) -> int:
     from sharding.agreement.ranks import Ranks
 
     rank, made = dist.get_rank(), []
-    once = Ranks._exchange
+    once = Ranks.merge_records
 
     def counting(self: Ranks, stage: str, record: bytes, *rest: Any) -> bytes:
         made.append(len(record))
@@ -350,11 +350,11 @@ def save_with_many_names(folder: str) -> int:
 
     own: dict[str, Any] = {f"dl-{rank}": {"pos": rank}, "all": {str(rank): torch.tensor([rank])}}
     model = {f"layer-{i}.weight": torch.full((2,), float(i)) for i in range(200)}
-    Ranks._exchange = counting  # type: ignore[method-assign]
+    Ranks.merge_records = counting  # type: ignore[method-assign]
     try:
         ckpt.save(folder, {**model, **own, "step": 3})
     finally:
-        Ranks._exchange = once  # type: ignore[method-assign]
+        Ranks.merge_records = once  # type: ignore[method-assign]
     return sum(made)
 
 
