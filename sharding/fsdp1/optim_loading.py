@@ -98,15 +98,12 @@ def state_to_load(
 
 def _check(saved: object) -> OptimState:
     if not isinstance(saved, dict) or "state" not in saved:
+        keys = f" with the keys {list(saved)}" if isinstance(saved, Mapping) else ""
         raise ArgumentError(
             '`optim_state_dict` must have the key "state" to be a valid optimizer state dict, and '
-            f"is {type(saved).__name__}{_keys(saved)}"
+            f"is {type(saved).__name__}{keys}"
         )
     return saved
-
-
-def _keys(saved: object) -> str:
-    return f" with the keys {list(saved)}" if isinstance(saved, Mapping) else ""
 
 
 def _from_first(saved: OptimState | None, ranks: Ranks, group: ProcessGroup | None) -> OptimState:
@@ -283,22 +280,15 @@ class _Loading:
             local, want = describe(target, path, self.ranks.mesh)
             self._move(path, value, local, want)
             return target
-        copied = self._copy(value)
-        if copied is not None:
-            return copied
+        if not (isinstance(value, LocalPart | DTensor) or is_sharded(value)) and (
+            not self.from_first or value.numel() == 1
+        ):
+            return value.detach().clone()
         shape = tuple(value.shape)
         device = parameter.device if shape == tuple(parameter.shape) else torch.device("cpu")
         full = torch.empty(shape, dtype=value.dtype, device=device)
         self._move(path, value, full, Layout(shape, self.ranks.mesh, (Replicate(),)))
         return full
-
-    def _copy(self, value: torch.Tensor | LocalPart) -> torch.Tensor | None:
-        """Returns a full tensor of this rank, in new memory; None if it has none."""
-        if isinstance(value, LocalPart | DTensor) or is_sharded(value):
-            return None
-        if self.from_first and value.numel() != 1:
-            return None
-        return value.detach().clone()
 
     def _move(
         self, path: str, value: torch.Tensor | LocalPart, target: torch.Tensor, want: Layout

@@ -26,7 +26,6 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from sharding.agreement.ranks import Ranks
@@ -78,7 +77,10 @@ def _after_saving(
     else:
         first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
         group = group_over(group_of(state[key]) for key in first)
-        _convert(state, first, kind, first_only, config.offload_to_cpu, group)
+        values: dict[str, TensorLike] = {key: state[key] for key in dict.fromkeys(first.values())}
+        to_cpu = config.offload_to_cpu
+        made = convert_kind(values, kind, rank0_only=first_only, offload_to_cpu=to_cpu, group=group)
+        state.update({key: made[other] for key, other in first.items() if other in made})
         if first_only and dist.get_rank(group) > 0:
             for key in keys:
                 del state[key]
@@ -86,19 +88,6 @@ def _after_saving(
         for key in keys:
             if isinstance(value := state.get(key), torch.Tensor):
                 state[key] = value.cpu()
-
-
-def _convert(
-    state: dict[str, Any],
-    first: dict[str, str],
-    kind: Kind,
-    rank0_only: bool,
-    to_cpu: bool,
-    group: ProcessGroup | None,
-) -> None:
-    values: dict[str, TensorLike] = {key: state[key] for key in dict.fromkeys(first.values())}
-    made = convert_kind(values, kind, rank0_only=rank0_only, offload_to_cpu=to_cpu, group=group)
-    state.update({key: made[other] for key, other in first.items() if other in made})
 
 
 def _make_local(

@@ -184,12 +184,10 @@ class _Targets:
     def layout(self, have: Layout) -> Layout:
         """Returns the wanted layout of a tensor that has this layout."""
         shape, world = have.shape, self.ranks.mesh
-        if self.kind is Kind.FULL:
-            if self.rank0_only:
-                return Layout.single(shape, world.rank((0,)))
-            return _make_replicated(shape, world)
-        if not shape:
-            return _make_replicated(shape, world)
+        if self.kind is Kind.FULL and self.rank0_only:
+            return Layout.single(shape, world.rank((0,)))
+        if self.kind is Kind.FULL or not shape:
+            return Layout(shape, world, (Replicate(),))
         is_divided = any(
             size > 1 and not isinstance(placement, Replicate)
             for size, placement in zip(have.mesh.sizes, have.placements, strict=True)
@@ -202,9 +200,6 @@ class _Targets:
         if self.kind is Kind.LOCAL:
             placements[axis] = FlatShard(0, max(1, -(-prod(shape) // over.sizes[axis])))
         return Layout(shape, over, tuple(placements))
-
-    def device_mesh(self, device: torch.device) -> DeviceMesh:
-        return self.mesh or mesh_over(self.group, device.type)
 
 
 def _mesh_and_axis(mesh: DeviceMesh) -> tuple[Mesh, int]:
@@ -233,8 +228,8 @@ def _item(name: str, tensor: TensorLike, targets: _Targets) -> _Item:
             local, have = local.reshape(-1)[lo:hi] if have != want else local, want
         return _Item(name, local, have, want, partial(LocalPart, layout=want))
     if targets.kind is Kind.SHARDED and have.shape:
-        wrap = partial(_dtensor, want, targets.device_mesh(local.device))
-        return _Item(name, local, have, want, wrap)
+        mesh = targets.mesh or mesh_over(targets.group, local.device.type)
+        return _Item(name, local, have, want, partial(_dtensor, want, mesh))
     return _Item(name, local, have, want, partial(torch.reshape, shape=have.shape))
 
 
@@ -249,10 +244,6 @@ def _dtensor(layout: Layout, mesh: DeviceMesh, local: torch.Tensor) -> DTensor:
         shape=torch.Size(layout.shape),
         stride=row_major(layout.shape),
     )
-
-
-def _make_replicated(shape: tuple[int, ...], world: Mesh) -> Layout:
-    return Layout(shape, world, (Replicate(),))
 
 
 def _mark(items: list[_Item]) -> int:

@@ -119,20 +119,21 @@ def redistribute(
     tensor([0., 1., 2., 3.])
     """
     ranks = Ranks(group)
-    failures = _Failures(ranks.global_rank, failed[0] if failed else None)
-
-    def move(memory: HostMemory) -> None:
-        route = _Route(failures, group, memory, ranks.global_rank)
-        _move(moves, route, budget, is_agreed=stage is not None)
-        if failures.own is not None and stage is not None:
-            raise failures.own
-
     with HostMemory(group) if memory is None else nullcontext(memory) as memory:
+        route = _Route(group, memory, ranks.global_rank)
+        if failed:
+            route.fail(failed[0])
+
+        def move() -> None:
+            _move(moves, route, budget, is_agreed=stage is not None)
+            if route.own is not None and stage is not None:
+                raise route.own
+
         if stage is None:
-            move(memory)
+            move()
         else:
-            ranks.run_on_all(stage, lambda: move(memory))
-    error = failures.own or failures.heard
+            ranks.run_on_all(stage, move)
+    error = route.own or route.heard
     if error is not None:
         if failed is None:
             raise error
@@ -140,25 +141,26 @@ def redistribute(
             failed.append(error)
 
 
-class _Failures:
-    """The failure of this rank, or the one of another rank that it has heard of."""
+@dataclass(slots=True)
+class _Route:
+    """The way of all messages of one exchange, and the failure of which this rank knows."""
 
-    __slots__ = ("heard", "later", "mark", "own")
+    group: ProcessGroup | None
+    memory: HostMemory
+    here: int
+    own: Exception | None = None
+    """The failure of this rank."""
+    heard: TransferError | None = None
+    """The failure of another rank."""
+    mark: int = 0
+    """The rank that failed, counted from 1; 0 for none."""
+    later: list[torch.Tensor] = field(default_factory=list)
+    """Marks on an accelerator, which are looked at once, at the end."""
 
-    def __init__(self, here: int, error: Exception | None) -> None:
-        self.own: Exception | None = None
-        self.heard: TransferError | None = None
-        self.mark = 0
-        """The rank that failed, counted from 1; 0 for none."""
-        self.later: list[torch.Tensor] = []
-        """Marks on an accelerator, which are looked at once, at the end."""
-        if error is not None:
-            self.set(error, here)
-
-    def set(self, error: Exception, here: int) -> None:
+    def fail(self, error: Exception) -> None:
         """Notes the first failure of this rank."""
         if not self.mark:
-            self.own, self.mark = error, here + 1
+            self.own, self.mark = error, self.here + 1
 
     def hear(self, marks: Iterable[torch.Tensor]) -> None:
         for mark in marks:
@@ -170,22 +172,11 @@ class _Failures:
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Route:
-    """The way of all messages of one exchange."""
-
-    failures: _Failures
-    group: ProcessGroup | None
-    memory: HostMemory
-    here: int
-
-
 def _move(moves: Iterable[Move], route: _Route, budget: int, is_agreed: bool) -> None:
     """Runs all batches; a failure of this rank is noted, so that the exchange goes on (rule 5).
 
     `is_agreed` tells whether the ranks agree afterwards, which answers the messages in memory.
     """
-    failures, here = route.failures, route.here
     batch = _Batch(route)
     for move in moves:
         source = target = None
@@ -193,12 +184,12 @@ def _move(moves: Iterable[Move], route: _Route, budget: int, is_agreed: bool) ->
         if batch.nbytes + numel * itemsize > budget:
             batch.run()
             batch = _Batch(route)
-        if not failures.mark:
+        if not route.mark:
             try:
                 source, target = _storage_of(move)
             except Exception as error:
-                failures.set(error, here)
-        plan = exchange(move.have, move.want, here)
+                route.fail(error)
+        plan = exchange(move.have, move.want, route.here)
         if numel * itemsize <= budget:
             batch.add(plan, source, target, numel * itemsize, itemsize)
             continue
@@ -208,7 +199,7 @@ def _move(moves: Iterable[Move], route: _Route, budget: int, is_agreed: bool) ->
                 batch = _Batch(route)
             batch.add(plan.within(window), source, target, window.numel * itemsize, itemsize)
     batch.run(is_last=is_agreed)
-    failures.hear(failures.later)
+    route.hear(route.later)
 
 
 def _storage_of(move: Move) -> tuple[torch.Tensor, torch.Tensor]:
@@ -242,7 +233,6 @@ class _Batch:
     def __init__(self, route: _Route) -> None:
         self.nbytes = 0
         self._route = route
-        self._failures = route.failures
         self._tensors = 0
         self._out: dict[int, _Message] = {}
         self._in: dict[int, _Message] = {}
@@ -285,7 +275,7 @@ class _Batch:
         try:
             movable(place).copy_(movable(own))
         except Exception as error:
-            self._failures.set(error, self._route.here)
+            self._route.fail(error)
 
     def run(self, is_last: bool = False) -> None:
         """Sends, receives, and puts received elements into their places. Waits.
@@ -297,7 +287,7 @@ class _Batch:
         if self._route.memory.is_shared:
             self._run_in_memory(is_last)
             return
-        failures, device = self._failures, message_device(self._route.group)
+        route, device = self._route, message_device(self._route.group)
         incoming = {
             rank: torch.empty(HEADER_BYTES + message.nbytes, dtype=torch.uint8, device=device)
             for rank, message in self._in.items()
@@ -306,18 +296,18 @@ class _Batch:
         marks = [_mark_of(buffer) for buffer in incoming.values()]
         if device.type == "cpu":
             self._send_and_receive(incoming, outgoing)
-            failures.hear(marks)
+            route.hear(marks)
         else:
             _exchange_on_stream(self._messages(incoming, outgoing))
-            failures.later += marks
+            route.later += marks
         self._take(lambda rank: incoming[rank][HEADER_BYTES:])
 
     def _pack_messages(self, device: torch.device) -> dict[int, torch.Tensor]:
         """Returns the messages by receiver; of a rank that has failed, its mark alone (rule 5)."""
-        failures = self._failures
+        route = self._route
         packed: dict[tuple[tuple[int, Piece], ...], torch.Tensor] = {}
         messages: dict[int, torch.Tensor] = {}
-        if not failures.mark:
+        if not route.mark:
             try:
                 for rank, message in self._out.items():
                     places = tuple(message.places)
@@ -327,17 +317,17 @@ class _Batch:
                     messages[rank] = packed[places]
                 return messages
             except Exception as error:
-                failures.set(error, self._route.here)
+                route.fail(error)
         # gloo takes a shorter message in the place of a longer one; NCCL waits for all bytes.
         is_short = device.type == "cpu"
         return {
-            rank: _new_message(0 if is_short else message.nbytes, failures.mark, device)
+            rank: _new_message(0 if is_short else message.nbytes, route.mark, device)
             for rank, message in self._out.items()
         }
 
     def _run_in_memory(self, is_last: bool) -> None:
         """As `run`: packs into memory, tells the receivers, and waits until they have answered."""
-        failures, memory = self._failures, self._route.memory
+        route, memory = self._route, self._route.memory
         starts: dict[tuple[tuple[int, Piece], ...], int] = {}
         parts: list[torch.Tensor] = []
         end = 0
@@ -347,35 +337,35 @@ class _Batch:
                 starts[places] = end
                 parts += message.parts
                 end += message.nbytes
-        if not failures.mark:
+        if not route.mark:
             try:
                 _pack(memory.reserve(end), parts)
             except Exception as error:
-                failures.set(error, self._route.here)
+                route.fail(error)
         notes = {source: torch.empty(NOTE_SIZE, dtype=torch.int64) for source in self._in}
         received = {
-            target: memory.note(starts[tuple(message.places)], failures.mark)
+            target: memory.note(starts[tuple(message.places)], route.mark)
             for target, message in self._out.items()
         }
         self._send_and_receive(notes, received)
-        failures.hear([note[MARK] for note in notes.values()])
+        route.hear([note[MARK] for note in notes.values()])
         self._take(lambda rank: memory.bytes_of(notes[rank], self._in[rank].nbytes))
         if is_last:
             return  # the agreement of the ranks is the answer
         for note in notes.values():
-            note[MARK] = failures.mark
+            note[MARK] = route.mark
         self._send_and_receive(received, notes)  # the answers
-        failures.hear([answer[MARK] for answer in received.values()])
+        route.hear([answer[MARK] for answer in received.values()])
 
     def _take(self, bytes_from: Callable[[int], torch.Tensor]) -> None:
         """Puts received elements into their places, unless a rank has failed."""
         try:
             for rank, message in self._in.items():
-                if self._failures.mark:
+                if self._route.mark:
                     return
                 _unpack(bytes_from(rank), message.parts)
         except Exception as error:
-            self._failures.set(error, self._route.here)
+            self._route.fail(error)
 
     def _send_and_receive(
         self, incoming: Mapping[int, torch.Tensor], outgoing: Mapping[int, torch.Tensor]
