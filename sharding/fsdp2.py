@@ -20,10 +20,9 @@ from torch.distributed.tensor import DTensor, Shard
 from sharding.describe.dtensor import check_gathers
 from sharding.engine.chunk_param_group import ChunkParamGroup, MeshGroups
 from sharding.engine.forward_hooks import ForwardHooks
-from sharding.engine.order_check import OrderCheck
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter, is_hooked
-from sharding.engine.runtime import attach, reset, runtime_of
+from sharding.engine.runtime import attach, reset
 from sharding.engine.unit import (
     UNIT,
     FreeParameter,
@@ -119,19 +118,12 @@ def fully_shard(
             entry.param_group = param_group
     inputs = mp_policy.param_dtype if mp_policy.cast_forward_inputs else None
     policy = UnitPolicy(inputs, inputs, mp_policy.output_dtype, reshard, input_device=device)
-    check = OrderCheck.if_wanted()
-    unit = Unit(modules, param_groups, borrowed, policy, lambda: _check_order(unit, check))
+    unit = Unit(modules, param_groups, borrowed, policy)
     attach(unit)
     forward_hooks = ForwardHooks(unit)
     for part in modules:
         become_unit(part, unit, forward_hooks)
     return module
-
-
-def _check_order(unit: Unit, check: OrderCheck | None) -> None:
-    """Checks the root's order of units, if the debug level asks for it."""
-    if unit.is_root:
-        runtime_of(unit).order_check = check
 
 
 def _check_ranks(given: Iterable[DeviceMesh], axes: int, entries: Iterable[Parameter]) -> None:

@@ -152,14 +152,14 @@ MUTATIONS = (
     ),
     Mutation(
         "engine: a sum has every rank's part",
-        "for part in self._parts[2:]:",
-        "for part in self._parts[3:]:",
+        "for part in (second, *others):",
+        "for part in (second, *others[1:]):",
         f"sharding/transport {GRADIENTS}",
     ),
     Mutation(
         "engine: a sum is in rank order",
-        "result = list(self._parts[1] if self._rank == 0 else self._parts[0])\nif self._rank == 0:",
-        "result = list(self._parts[1] if self._rank < 2 else self._parts[0])\nif self._rank < 2:",
+        "if self.rank == 0:\nfirst, second = second, first",
+        "if self.rank < 2:\nfirst, second = second, first",
         f"sharding/transport {GRADIENTS}",
     ),
     Mutation(

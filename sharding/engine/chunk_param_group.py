@@ -54,12 +54,11 @@ from sharding.engine.parameter import (
     Parameter,
     Precision,
     as_dtensor,
-    chunk,
     is_hooked,
     pack,
     shard_in_front,
 )
-from sharding.engine.reduction import AllGather, Form, Output
+from sharding.engine.reduction import AllGather, Form, Output, flat_rows_first
 from sharding.engine.transport import PendingAllGather
 from sharding.errors import (
     ArgumentError,
@@ -68,6 +67,7 @@ from sharding.errors import (
     TorchAssertionError,
     format_names,
 )
+from sharding.layout.box import chunk
 from sharding.policies import MixedPrecisionPolicy
 from sharding.torch_versions import release_with_groups, side_by_side
 
@@ -403,26 +403,21 @@ class ExtensionParamGroup(ChunkParamGroup):
     # Gradients: a slot for each tensor that a gradient wraps.
 
     def _flat_gradients(self, present: list[int]) -> list[torch.Tensor]:
-        flat: list[torch.Tensor] = []
+        packing, _ = self._packing_and_transport()
+        tensors: list[torch.Tensor | None] = []
         for index, (extension, unsharded) in enumerate(
             zip(self._extensions, self._unsharded, strict=True)
         ):
             gradient, unsharded.grad = unsharded.grad, None
             gradient = self._kept_gradients.release(index, gradient)
             if gradient is None:
-                shape, device = extension.entry.shape, unsharded.device
-                tensors = [torch.zeros(shape, dtype=self.reduce_dtype, device=device)]
-                tensors *= extension.parts_of_gradient
-            else:
-                present[index], tensors = extension.take_apart(gradient.detach())
-                if present[index] == PARTED:
-                    present[index] = self.groups.size + 1  # more than the sum of plain marks
-            dim = extension.entry.dim
-            for tensor in tensors:
-                rows_first = tensor.to(self.reduce_dtype)
-                rows_first = rows_first.movedim(dim, 0) if dim else rows_first
-                flat.append(rows_first.contiguous().view(-1))
-        return flat
+                tensors += [None] * extension.parts_of_gradient
+                continue
+            present[index], parts = extension.take_apart(gradient.detach())
+            if present[index] == PARTED:
+                present[index] = self.groups.size + 1  # more than the sum of plain marks
+            tensors += [part.to(self.reduce_dtype) for part in parts]
+        return flat_rows_first(packing.slots, tensors, self.reduce_dtype, self.device)
 
     @property
     def reads_counts(self) -> bool:

@@ -129,20 +129,6 @@ class Composition:
         return f"the {_WORDS[first.purpose]} of {named}{more}"
 
 
-class GroupTags:
-    """The key of a parameter group in tags, and its sequence numbers."""
-
-    def __init__(self) -> None:
-        self.key = 0
-        """The key of `key_of`; 0 before it is known."""
-        self._sequence = [0] * len(Purpose)
-
-    def next_item(self, name: str, purpose: Purpose) -> Item:
-        """Returns the group's part of its next exchange for a purpose."""
-        self._sequence[purpose] += 1
-        return Item(name, self.key, purpose, self._sequence[purpose])
-
-
 def key_of(number: int, names: Iterable[str], shapes: Iterable[Sequence[int]]) -> int:
     """Returns 64 bits that identify a parameter group by number, parameters' names and shapes."""
     text = repr((number, tuple(names), [tuple(shape) for shape in shapes]))
@@ -269,32 +255,29 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class Missed:
-    """The message that did not arrive, or was not received."""
+class Side:
+    """The other rank of a message, and its direction."""
 
-    composition: Composition
     member: int
-    """The other rank, in the process group."""
+    """Rank in the process group."""
     is_incoming: bool
-    nbytes: int
-    dtype: torch.dtype
+    tensor: torch.Tensor
 
 
-def report(shard_group: ShardGroup, missed: Missed, error: BaseException) -> TransferError:
+def report(
+    shard_group: ShardGroup, composition: Composition, missed: Side, error: BaseException
+) -> TransferError:
     """Returns the error for a rank whose exchange failed; it names both ranks and both waits.
 
-    Not a collective: the rank that failed calls it. It takes `ANSWER_SECONDS` if another rank is
-    silent.
+    `missed` is the message that did not arrive, or was not received. Not a collective: the rank
+    that failed calls it. It takes `ANSWER_SECONDS` if another rank is silent.
     """
     group = shard_group.group
     assert group is not None
     here, other = dist.get_rank(), dist.get_global_rank(group, missed.member)
-    way = "from" if missed.is_incoming else "to"
-    waited = (
-        f"{missed.composition} for {missed.nbytes:,} bytes of {_word(missed.dtype)} {way} rank "
-        f"{other}"
-    )
-    waits = _describe_waits(shard_group, missed.composition, waited, other)
+    way, tensor = "from" if missed.is_incoming else "to", missed.tensor
+    waited = f"{composition} for {tensor.nbytes:,} bytes of {word(tensor.dtype)} {way} rank {other}"
+    waits = _describe_waits(shard_group, composition, waited, other)
     return TransferError(
         f"rank {here} waited in {waited}, in vain ({_first_line(error)}). {waits} {_ADVICE}"
     )
@@ -392,7 +375,8 @@ def _store() -> Store | None:
     return cast("Store | None", distributed_c10d._get_process_group_store(group))
 
 
-def _word(dtype: torch.dtype) -> str:
+def word(dtype: torch.dtype | None) -> str:
+    """Returns a dtype for messages."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -325,15 +325,9 @@ class FlatParamGroup(ParamGroup):
     def _needs_gathering(self, buffer: UnshardedBuffer) -> bool:
         return not buffer.is_over(self.flat)
 
-    def _buffer(self, dtype: torch.dtype) -> UnshardedBuffer:
-        if dtype not in self._buffers:
-            shared = not self.is_divided and dtype == self.stored_dtype
-            over = self.flat.data if shared and self.flat.device == self.device else None
-            packing = self.packing
-            self._buffers[dtype] = UnshardedBuffer(
-                packing.slots, packing.numel, dtype, self.device, self._leaf, over
-            )
-        return self._buffers[dtype]
+    def _shared_memory(self, dtype: torch.dtype) -> torch.Tensor | None:
+        shared = not self.is_divided and dtype == self.stored_dtype
+        return self.flat.data if shared and self.flat.device == self.device else None
 
     def _leaf(self, index: int, view: torch.Tensor) -> torch.Tensor:
         view = self.as_it_was(index, view)

@@ -52,16 +52,16 @@ class ForwardHooks:
         if unit.whole in (Whole.HERE_ALONE, Whole.ELSEWHERE):
             _check_runs_alone(unit, runtime)
             return args, kwargs
-        begins = len(unit.modules) == 1 or module not in self._to_run or unit not in runtime.running
-        if begins:
+        goes_on = len(unit.modules) > 1 and module in self._to_run
+        call = runtime.innermost(unit) if goes_on else None
+        begins = call is None
+        if call is None:
             if not runtime.is_running:
                 runtime.begin_forward()
             self._to_run = set(unit.modules)
             call = UnitCall(unit, runtime.run, runtime.tick())
-            runtime.begin_call(call)
+            runtime.running.append(call)
             _begin(call, runtime)
-        else:
-            call = runtime.running[unit][-1]
         if policy.input_device is not None and unit.is_root:
             args = on_device(args, policy.input_device)
             kwargs = on_device(kwargs, policy.input_device)
@@ -78,11 +78,10 @@ class ForwardHooks:
         """Reshards the parameters, unless they stay until backward; returns the output."""
         unit = self._unit
         runtime = unit.runtime
-        if not isinstance(runtime, Runtime) or unit not in runtime.running:
+        if not isinstance(runtime, Runtime) or (call := runtime.innermost(unit)) is None:
             return output
         self._returned = True
         self._to_run.discard(module)
-        call = runtime.running[unit][-1]
         if unit.policy.cast_outputs is not None:
             output = in_dtype(output, unit.policy.cast_outputs)
         call.kept |= _hands_out_parameters(call, output)
@@ -90,8 +89,7 @@ class ForwardHooks:
             _await_backward(call, output, runtime)
         call.given.clear()
         if not self._to_run:
-            call = runtime.end_call(unit)
-            for each in (*runtime.remove_unfinished(call), call):
+            for each in runtime.end_call(call):
                 _end(each, runtime)
         return output
 
@@ -100,10 +98,9 @@ class ForwardHooks:
         runtime = self._unit.runtime
         if self._returned:
             self._returned = False
-        elif isinstance(runtime, Runtime) and self._unit in runtime.running:
+        elif isinstance(runtime, Runtime) and (call := runtime.innermost(self._unit)) is not None:
             self._to_run.clear()
-            call = runtime.end_call(self._unit)
-            for each in (*runtime.remove_unfinished(call), call):
+            for each in runtime.end_call(call):
                 each.unit.release(each)
 
 
@@ -223,7 +220,7 @@ def _note_given(call: UnitCall, inputs: object, runtime: Runtime, begins: bool) 
         if tensor.requires_grad:
             call.given[id(tensor)] = tensor, tensor._version
             if begins and tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(partial(_leave, runtime, call))
+                tensor.grad_fn.register_prehook(lambda _: runtime.leave_call(call))
 
 
 def _await_backward(call: UnitCall, output: object, runtime: Runtime) -> None:
@@ -276,8 +273,3 @@ def _note_handed_on(tensor: torch.Tensor, runtime: Runtime) -> None:
         runtime.enter_backward()
 
     handle = tensor.register_hook(came)  # type: ignore[no-untyped-call]
-
-
-def _leave(runtime: Runtime, call: UnitCall, gradients: object) -> None:
-    """Leaves a call's backward; called before the node that made an input runs."""
-    runtime.leave_call(call)

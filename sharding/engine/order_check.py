@@ -25,9 +25,8 @@ from hashlib import blake2b
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
-from sharding.engine.composition import Composition, Item, Purpose, ShardGroup
+from sharding.engine.composition import Composition, Item, Purpose, ShardGroup, word
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.transport import transport_between
 from sharding.engine.unit import Unit, units_of
@@ -139,21 +138,17 @@ def _check_units(root: Unit, of_replicas: bool) -> None:
 def _rows(unit: Unit, param_group: ParamGroup, names: Names) -> list[Row]:
     """Returns all that must be equal for the messages of a parameter group to fit."""
     alike = {
-        "dtype": _word(param_group.stored_dtype),
+        "dtype": word(param_group.stored_dtype),
         "unit": names.unit(unit),
         "number among the parameter groups": param_group.number,
-        "param_dtype": _word(param_group.precision.param_dtype),
-        "reduce_dtype": _word(param_group.precision.reduce_dtype),
+        "param_dtype": word(param_group.precision.param_dtype),
+        "reduce_dtype": word(param_group.precision.reduce_dtype),
         "reshard_after_forward": unit.policy.reshard_after_forward,
     }
     return [
         (name, {"shape": tuple(p.shape), "divided dimension": p.dim, **alike})
         for name, p in zip(names.parameters(param_group), param_group.parameters, strict=True)
     ]
-
-
-def _word(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _difference(things: str, everyone: Sequence[tuple[int, list[Row]]]) -> str:
@@ -193,11 +188,6 @@ class OrderCheck:
         self._position = 0
         self._is_first = True
         self._warned = False
-
-    @classmethod
-    def if_wanted(cls) -> OrderCheck | None:
-        """Returns a check, if the debug level asks for one now."""
-        return cls() if get_debug_level() == DebugLevel.DETAIL else None
 
     def check_call(self, unit: Unit, units: list[Unit]) -> list[tuple[Unit, bool]]:
         """Returns the units that other ranks run during `unit` of this one, and whether they train.

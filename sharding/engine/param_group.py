@@ -30,7 +30,6 @@ from torch import nn
 
 from sharding.engine.composition import (
     Composition,
-    GroupTags,
     HybridGroups,
     Item,
     Purpose,
@@ -44,6 +43,7 @@ from sharding.engine.parameter import (
     Parameter,
     Precision,
     UnshardedBuffer,
+    local_of,
 )
 from sharding.engine.reduction import (
     PREFETCH_BYTES,
@@ -56,10 +56,9 @@ from sharding.engine.reduction import (
     ReplicaSums,
     divisors,
     flat_rows_first,
-    take_gradients,
 )
 from sharding.engine.transport import NoGather, PendingAllGather, Transport, transport_between
-from sharding.errors import MisuseError, TransferError, format_names
+from sharding.errors import ArgumentTypeError, MisuseError, TransferError, format_names
 
 
 class ParamGroup(ABC):
@@ -105,7 +104,10 @@ class ParamGroup(ABC):
         self._gathered_versions: list[int] = []
         self._kept: KeptPart | None = None
         """The source of the next all-gather, in the place of the shards."""
-        self._tags = GroupTags()
+        self._key = 0
+        """The key in tags (`key_of`); 0 before it is known."""
+        self._sequence = [0] * len(Purpose)
+        """By purpose, the number of the last exchange."""
         self._grad_hooks = GradHooks(self.gradient_arrived)
         self._wanted = 0
         """The number of unsharded parameters that require a gradient."""
@@ -367,12 +369,15 @@ class ParamGroup(ABC):
     def _buffer(self, dtype: torch.dtype) -> UnshardedBuffer:
         """Returns the unsharded buffer of a dtype; a new one has memory."""
         if dtype not in self._buffers:
-            packing, _ = self._packing_and_transport()
+            packing, memory = self._packing or self._pack(), self._shared_memory(dtype)
             self._buffers[dtype] = UnshardedBuffer(
-                packing.slots, packing.numel, dtype, self.device, self._leaf
+                packing.slots, packing.numel, dtype, self.device, self._leaf, memory
             )
-            self._grad_hooks.clear()
         return self._buffers[dtype]
+
+    def _shared_memory(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """Returns the shard if it is the unsharded buffer of this dtype too; None if it is not."""
+        return None
 
     def _leaf(self, index: int, view: torch.Tensor) -> torch.Tensor:
         """Returns the unsharded parameter over a view of the unsharded buffer."""
@@ -396,13 +401,14 @@ class ParamGroup(ABC):
     def set_name(self, name: str, parameters: list[str]) -> None:
         """Sets the name for errors; `parameters` are the names in the root module, for tags."""
         self.name = name
-        self._tags.key = key_of(self.number, parameters, (p.shape for p in self.parameters))
+        self._key = key_of(self.number, parameters, (p.shape for p in self.parameters))
 
     def _next_item(self, purpose: Purpose) -> Item:
         """Returns this group's part of the next exchange for a purpose."""
-        if not self._tags.key:
+        if not self._key:
             self.set_name(self.name, [parameter.name for parameter in self.parameters])
-        return self._tags.next_item(self.name, purpose)
+        self._sequence[purpose] += 1
+        return Item(self.name, self._key, purpose, self._sequence[purpose])
 
     # From gradients of unsharded parameters to accumulated gradients.
 
@@ -441,10 +447,10 @@ class ParamGroup(ABC):
         if before != 1:
             torch._foreach_div_(gradients, before)
         parts = [[*of_rank, flags] for of_rank in self._parts(gradients, packing)]
-        summing = batch.add(transport, parts, self._next_item(Purpose.REDUCE_SCATTER))
+        sums = batch.add(transport, parts, self._next_item(Purpose.REDUCE_SCATTER))
         item = self._next_item(Purpose.ALL_REDUCE)
         return Reduction(
-            summing, partial(self._replicate, item), after, self.accumulate_shard_grads, known
+            sums, partial(self._replicate, item), after, self.accumulate_shard_grads, known
         )
 
     @property
@@ -483,4 +489,21 @@ class ParamGroup(ABC):
         return flat_rows_first(packing.slots, gradients, self.reduce_dtype, self.device)
 
     def _take_gradients(self) -> list[torch.Tensor | None]:
-        return take_gradients(self.parameters, self.unsharded, self.reduce_dtype)
+        """Returns this rank's gradients in `reduce_dtype`; the unsharded parameters lose theirs.
+
+        Raises ArgumentTypeError for a sparse gradient.
+        """
+        taken: list[torch.Tensor | None] = [None] * len(self.parameters)
+        for index, leaf in enumerate(self.unsharded):  # none before the first all-gather
+            gradient, leaf.grad = leaf.grad, None
+            if gradient is None:
+                continue
+            parameter = self.parameters[index]
+            if gradient.layout is not torch.strided:
+                raise ArgumentTypeError(
+                    f"{parameter.name} has a gradient of layout {gradient.layout}, which cannot be "
+                    "reduced to shards; make it dense, by sparse=False for an embedding"
+                )
+            local = local_of(gradient.detach(), parameter.distributed)
+            taken[index] = local.to(self.reduce_dtype)
+        return taken

@@ -37,6 +37,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from sharding.engine.composition import ShardGroup
 from sharding.errors import TorchAssertionError
+from sharding.layout.box import chunk
 
 
 def is_hooked(sharded: nn.Parameter, name: str) -> bool:
@@ -452,12 +453,6 @@ def slabs(slots: Sequence[Slot], numel: int, limit: int) -> tuple[Span, ...]:
         if after - begins[-1] > limit and slot.at > begins[-1]:
             begins.append(slot.at)
     return tuple(zip(begins, [*begins[1:], numel], strict=True))
-
-
-def chunk(rows: int, size: int, rank: int) -> Span:
-    """Returns rows `[lo, hi)` of chunk `rank` by torch.chunk's rule; last chunks may be empty."""
-    step = -(-rows // size)
-    return min(rows, rank * step), min(rows, (rank + 1) * step)
 
 
 def pack(

@@ -34,14 +34,14 @@ from weakref import WeakMethod
 import torch
 
 from sharding.engine.composition import Composition, Item, ShardGroup
-from sharding.engine.parameter import Parameter, Slot, local_of
+from sharding.engine.parameter import Slot
 from sharding.engine.transport import (
     PendingAllGather,
     PendingReduceScatter,
     Transport,
     transport_between,
 )
-from sharding.errors import ArgumentTypeError, TransferError
+from sharding.errors import TransferError
 
 
 @dataclass(slots=True)
@@ -80,39 +80,33 @@ class BackwardState:
         self.final.clear()
 
 
+@dataclass(frozen=True, slots=True)
 class Reduction:
-    """A reduction that was started with others (batches.py)."""
+    """A reduction that was started, perhaps with others in a batch."""
 
-    def __init__(
-        self,
-        summing: PendingReduceScatter,
-        replicate: Callable[[list[torch.Tensor]], list[torch.Tensor]],
-        divide: float,
-        accumulate_shard_grads: Callable[[list[torch.Tensor], list[float]], None],
-        known_flags: list[float] | None,
-    ) -> None:
-        """`known_flags` are above 0 where the sums are: to read a sum, the host waits for it."""
-        self._summing = summing
-        self._known_flags = known_flags
-        self._replicate = replicate
-        self._divide = divide
-        self._accumulate = accumulate_shard_grads
+    sums: Callable[[], list[torch.Tensor]]
+    """Waits for this rank's sums, with the sums of flags behind them; called once."""
+    replicate: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+    divide: float
+    accumulate: Callable[[list[torch.Tensor], list[float]], None]
+    known_flags: list[float] | None
+    """Numbers above 0 where the sums of flags are: to read a sum, the host waits for it."""
 
     def finish(self) -> None:
         """Waits for the sums, divides them and adds them to the accumulated gradients, once."""
-        summed = self._replicate(self._summing.wait())
+        summed = self.replicate(self.sums())
         if not summed:
             return
         *sums, flags = summed
-        if self._divide != 1 and sums:
-            torch._foreach_div_(sums, self._divide)
-        known = self._known_flags
+        if self.divide != 1 and sums:
+            torch._foreach_div_(sums, self.divide)
+        known = self.known_flags
         # The flags have the gradients' dtype.
-        self._accumulate(sums, flags.real.tolist() if known is None else known)
+        self.accumulate(sums, flags.real.tolist() if known is None else known)
 
     def abandon(self) -> None:
         """Waits, and drops the sums: gloo does not recover from messages without a waiter."""
-        self._summing.wait()
+        self.sums()
 
 
 class ReplicaSums:
@@ -203,28 +197,6 @@ class KeptGradients:
         if before is None or gradient is None:
             return gradient if before is None else before
         return before + gradient
-
-
-def take_gradients(
-    parameters: Sequence[Parameter], unsharded: Sequence[torch.Tensor], dtype: torch.dtype
-) -> list[torch.Tensor | None]:
-    """Returns this rank's gradients in `dtype`; the unsharded parameters lose theirs.
-
-    `unsharded` may be empty, before the first all-gather. Raises ArgumentTypeError for a sparse
-    gradient.
-    """
-    taken: list[torch.Tensor | None] = [None] * len(parameters)
-    for index, leaf in enumerate(unsharded):
-        gradient, leaf.grad = leaf.grad, None
-        if gradient is None:
-            continue
-        if gradient.layout is not torch.strided:
-            raise ArgumentTypeError(
-                f"{parameters[index].name} has a gradient of layout {gradient.layout}, which "
-                "cannot be reduced to shards; make it dense, by sparse=False for an embedding"
-            )
-        taken[index] = local_of(gradient.detach(), parameters[index].distributed).to(dtype)
-    return taken
 
 
 def flat_rows_first(
@@ -399,7 +371,9 @@ class JointAllGather:
             composition = Composition(tuple(self._items))
             self._all_gather = self._transport.all_gather(self._mine, self._places, composition)
         except BaseException as error:
-            self._error = error if isinstance(error, Exception) else _interrupt_error(error)
+            name = type(error).__name__
+            was_interrupted = RuntimeError(f"it was interrupted as it started, by {name}")
+            self._error = error if isinstance(error, Exception) else was_interrupted
             raise
         self._mine, self._places = [], []
 
@@ -446,8 +420,8 @@ class ReduceScatters:
 
     def add(
         self, transport: Transport, parts: Sequence[Tensors], item: Item
-    ) -> PendingReduceScatter:
-        """Adds one reduce-scatter; the result is the one of `transport.reduce_scatter`."""
+    ) -> Callable[[], list[torch.Tensor]]:
+        """Adds one reduce-scatter; returns a function that waits for this rank's sums."""
         own = parts[transport.shard_group.rank]
         key = transport.shard_group, own[0].dtype, own[0].device
         return self._joint.setdefault(key, JointReduceScatter(transport)).add(parts, item)
@@ -492,14 +466,15 @@ class JointReduceScatter:
         self._sums: list[torch.Tensor] = []
         self._error: Exception | None = None
 
-    def add(self, parts: Sequence[Tensors], item: Item) -> PendingReduceScatter:
+    def add(self, parts: Sequence[Tensors], item: Item) -> Callable[[], list[torch.Tensor]]:
         """Adds the tensors of another parameter group."""
         self._items.append(item)
         own = self._parts[self._transport.shard_group.rank]
         first = len(own)
         for of_rank, more in zip(self._parts, parts, strict=True):
             of_rank += more
-        return _GroupSums(self, first, len(own))
+        end = len(own)
+        return lambda: self.wait()[first:end]
 
     def start(self) -> None:
         """Starts the exchange. All ranks of the shard group call this."""
@@ -518,19 +493,3 @@ class JointReduceScatter:
                 self._error = error
                 raise
         return self._sums
-
-
-class _GroupSums:
-    """The sums for one parameter group."""
-
-    def __init__(self, joint: JointReduceScatter, first: int, end: int) -> None:
-        self._joint = joint
-        self._first = first
-        self._end = end
-
-    def wait(self) -> list[torch.Tensor]:
-        return self._joint.wait()[self._first : self._end]
-
-
-def _interrupt_error(error: BaseException) -> Exception:
-    return RuntimeError(f"it was interrupted as it started, by {type(error).__name__}")

@@ -8,7 +8,7 @@ Rules:
    rank: another rank may need it.
 3. At most `IN_FLIGHT` batches of reductions are in flight when the next starts, so that the size of
    units bounds memory, not the size of the model. Waits cannot deadlock: all ranks start all
-   batches, in order. All ranks form the same batches of small units (batches.py).
+   batches, in order. All ranks form the same batches of small units (reduction.py).
 4. The next forward or backward forgets a backward that failed.
 5. No state is global to the process.
 """
@@ -38,9 +38,9 @@ class Runtime:
         self.root = root
         self.units = units
         self._names = Names(root)
-        self.order_check: OrderCheck | None = None
-        self.running: dict[Unit, list[UnitCall]] = {}
-        """By unit, the calls that run now, the innermost last; only units with such calls."""
+        self.order_check = OrderCheck() if root.checks_order else None
+        self.running: list[UnitCall] = []
+        """The calls that run now, the innermost last."""
         self.pending_recomputes: Counter[Unit] = Counter()
         """By unit, its calls without gradients that a checkpoint may run again."""
         self.run = ForwardPass(False)
@@ -93,32 +93,21 @@ class Runtime:
         """True inside a forward of one of its units: of the root's, most of the time."""
         return bool(self.running)
 
-    def begin_call(self, call: UnitCall) -> None:
-        """Notes that a call's forward has begun."""
-        self.running.setdefault(call.unit, []).append(call)
+    def innermost(self, unit: Unit) -> UnitCall | None:
+        """Returns the last call of a unit that runs now; None if there is none."""
+        return next((call for call in reversed(self.running) if call.unit is unit), None)
 
-    def end_call(self, unit: Unit) -> UnitCall:
-        """Notes the end of the innermost call of a unit; returns the call."""
-        calls = self.running[unit]
-        call = calls.pop()
-        if not calls:
-            del self.running[unit]
-        return call
+    def end_call(self, call: UnitCall) -> list[UnitCall]:
+        """Removes a call that has ended; returns it, after those inside that cannot end any more.
 
-    def remove_unfinished(self, stopped: UnitCall) -> list[UnitCall]:
-        """Removes the calls that began in a call of the root and cannot end any more.
-
-        They are those of a list of modules, of which not all have run. The last one comes first.
+        In a call of the root, they are those of a list of modules, of which not all have run. The
+        last one comes first.
         """
-        if stopped.unit is not self.root:
-            return []
-        late = [c for calls in self.running.values() for c in calls if c.start > stopped.start]
-        late.sort(key=lambda call: -call.start)
-        for call in late:
-            self.running[call.unit].remove(call)
-            if not self.running[call.unit]:
-                del self.running[call.unit]
-        return late
+        is_root = call.unit is self.root
+        unfinished = [c for c in self.running if is_root and c.start > call.start]
+        ended = [*reversed(unfinished), call]
+        self.running = [c for c in self.running if c not in ended]
+        return ended
 
     def begin_forward(self) -> None:
         """Begins a forward of the outermost unit: reshards parameters that may be out of date."""
@@ -306,16 +295,10 @@ class Runtime:
         if self.order_check is not None:
             self.order_check.end_backward()
         self.pending_recomputes.clear()
-        self._stop_recomputed()
+        # A part of the calls that a checkpoint runs in backward never ends.
+        self.running = [call for call in self.running if not call.recomputed]
         for unit in self.units:
             unit.end_backward()
-
-    def _stop_recomputed(self) -> None:
-        """Drops the calls that a checkpoint ran in backward: a part of them never ends."""
-        for unit, calls in list(self.running.items()):
-            calls[:] = [call for call in calls if not call.recomputed]
-            if not calls:
-                del self.running[unit]
 
     def _forget_backward(self) -> None:
         for run in self._reached:
@@ -334,15 +317,18 @@ def runtime_of(unit: Unit) -> Runtime:
 def is_running(unit: Unit) -> bool:
     """Returns True inside a unit's forward, and in a backward of its root."""
     runtime = unit.runtime
-    return isinstance(runtime, Runtime) and (runtime.in_backward or unit in runtime.running)
+    return isinstance(runtime, Runtime) and (
+        runtime.in_backward or runtime.innermost(unit) is not None
+    )
 
 
 def reset(units: Iterable[Unit]) -> None:
     """Reshards units and forgets the state that an error in forward or backward left."""
     for unit in units:
-        if isinstance(unit.runtime, Runtime):
-            unit.runtime.recover()
-            unit.runtime.running.pop(unit, None)
+        runtime = unit.runtime
+        if isinstance(runtime, Runtime):
+            runtime.recover()
+            runtime.running = [call for call in runtime.running if call.unit is not unit]
         unit.refresh()
         unit.reshard()
 

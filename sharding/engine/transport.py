@@ -75,14 +75,14 @@ from torch.distributed import ProcessGroup, Work
 
 from sharding.engine.composition import (
     Composition,
-    Missed,
     ShardGroup,
+    Side,
     report,
     report_unlike,
     tag_of,
 )
-from sharding.engine.parameter import chunk
-from sharding.errors import ArgumentError, MisuseError, TransferError
+from sharding.errors import ArgumentError, MisuseError
+from sharding.layout.box import chunk
 
 
 class PendingAllGather(Protocol):
@@ -171,7 +171,7 @@ class P2PExchange:
         self._composition = composition
         self._digest = composition.digest
         self._pending = PendingWork(shard_group.group)
-        self._sides: list[_Side] = []
+        self._sides: list[Side] = []
         """One for each posted message, in order."""
         self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         """Copies to make when all messages have arrived: sources, targets."""
@@ -181,7 +181,8 @@ class P2PExchange:
         try:
             self._pending.wait()
         except RuntimeError as error:
-            raise self._report(self._sides[self._pending.arrived], error) from error
+            missed = self._sides[self._pending.arrived]
+            raise report(self._shard_group, self._composition, missed, error) from error
         if self._copies[0]:
             torch._foreach_copy_(self._copies[1], self._copies[0])
 
@@ -217,11 +218,11 @@ class P2PExchange:
         tag = tag_of(self._digest, tensors)
         named = {"group_dst" if way is dist.isend else "group_src": member}
         for tensor in tensors:
-            side = _Side(member, way is dist.irecv, tensor)
+            side = Side(member, way is dist.irecv, tensor)
             try:
                 work = way(tensor, group=group, tag=tag, **named)
             except RuntimeError as error:
-                raise self._report(side, error) from error
+                raise report(self._shard_group, self._composition, side, error) from error
             if work is None:
                 raise MisuseError(
                     f"no message to or from rank {member} could be started: this process is not a "
@@ -229,23 +230,6 @@ class P2PExchange:
                 )
             self._pending.add(work, tensor)
             self._sides.append(side)
-
-    def _report(self, side: _Side, error: RuntimeError) -> TransferError:
-        tensor = side.tensor
-        missed = Missed(
-            self._composition, side.member, side.is_incoming, tensor.nbytes, tensor.dtype
-        )
-        return report(self._shard_group, missed, error)
-
-
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """The other rank of a message, and its direction."""
-
-    member: int
-    """Rank in the group."""
-    is_incoming: bool
-    tensor: torch.Tensor
 
 
 class P2PTransport:
@@ -294,30 +278,27 @@ class P2PTransport:
         self.all_gather([mine], [[part] for part in slices], then).wait()
 
 
+@dataclass(frozen=True, slots=True)
 class P2PReduceScatter:
     """The sums of this rank's part over all ranks, in flight."""
 
-    __slots__ = ("_exchange", "_parts", "_rank")
-
-    def __init__(self, exchange: P2PExchange, parts: list[Tensors], rank: int) -> None:
-        self._exchange = exchange
-        self._parts = parts
-        """By rank, the rank's summands for this rank's part."""
-        self._rank = rank
+    exchange: P2PExchange
+    parts: list[Tensors]
+    """By rank, the rank's summands for this rank's part."""
+    rank: int
 
     def wait(self) -> list[torch.Tensor]:
         """Returns the sums, in memory of their own."""
-        self._exchange.wait()
-        if len(self._parts) == 1:
-            return [part.clone() for part in self._parts[0]]
+        self.exchange.wait()
+        if len(self.parts) == 1:
+            return [part.clone() for part in self.parts[0]]
         # The result uses received memory: this rank's own summand is a view of a larger tensor,
         # which the result would keep alive.
-        result = list(self._parts[1] if self._rank == 0 else self._parts[0])
-        if self._rank == 0:
-            torch._foreach_add_(result, list(self._parts[0]))
-        else:
-            torch._foreach_add_(result, list(self._parts[1]))
-        for part in self._parts[2:]:
+        first, second, *others = self.parts
+        if self.rank == 0:
+            first, second = second, first
+        result = list(first)
+        for part in (second, *others):
             torch._foreach_add_(result, list(part))
         return result
 
@@ -353,51 +334,43 @@ MARKS = 2 * BITS
 """Elements that travel with a reduction. See [Note: marks]."""
 
 
+@dataclass(frozen=True, slots=True)
 class CollectiveAllGather:
     """An all-gather in flight."""
 
-    def __init__(
-        self, work: Work | None, packed: torch.Tensor, places: Sequence[Tensors], size: int
-    ) -> None:
-        self._work = work
-        self._packed = packed
-        self._places = places
-        self._size = size
+    work: Work | None
+    packed: torch.Tensor
+    places: Sequence[Tensors]
+    size: int
 
     def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-        for row, places in zip(self._packed.chunk(self._size), self._places, strict=True):
+        if self.work is not None:
+            self.work.wait()
+        for row, places in zip(self.packed.chunk(self.size), self.places, strict=True):
             if places:
                 parts = torch.split(row[: sum(p.numel() for p in places)], _sizes(places))
                 torch._foreach_copy_(list(places), list(parts))
 
 
+@dataclass(frozen=True, slots=True)
 class CollectiveReduceScatter:
     """A reduce-scatter in flight."""
 
-    def __init__(
-        self,
-        work: Work | None,
-        result: torch.Tensor,
-        sizes: list[int],
-        unlike: Callable[[], Exception],
-        marks: list[int],
-    ) -> None:
-        self._work = work
-        self._result = result
-        self._sizes = sizes
-        self._unlike = unlike
-        self._marks = marks
+    work: Work | None
+    result: torch.Tensor
+    sizes: list[int]
+    unlike: Callable[[], Exception]
+    """Makes the error for ranks that reduce other units."""
+    marks: list[int]
 
     def wait(self) -> list[torch.Tensor]:
         """Returns sums of this rank's parts. Raises TransferError if ranks reduce other units."""
-        if self._work is not None:
-            self._work.wait()
-            summed = self._result[-MARKS:].tolist()
-            if any(total != 0 for mark, total in zip(self._marks, summed, strict=True) if not mark):
-                raise self._unlike()
-        return list(torch.split(self._result[: sum(self._sizes)], self._sizes))
+        if self.work is not None:
+            self.work.wait()
+            summed = self.result[-MARKS:].tolist()
+            if any(total != 0 for mark, total in zip(self.marks, summed, strict=True) if not mark):
+                raise self.unlike()
+        return list(torch.split(self.result[: sum(self.sizes)], self.sizes))
 
 
 class CollectiveTransport:

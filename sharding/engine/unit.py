@@ -46,12 +46,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum, auto
 from typing import NoReturn, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
 from sharding.engine.chunk_param_group import split_by_hooks
 from sharding.engine.param_group import ParamGroup
@@ -126,7 +127,7 @@ class Unit:
         param_groups: list[ParamGroup],
         borrowed: list[ParamGroup],
         policy: UnitPolicy,
-        prepare: Callable[[], None],
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
         self.modules = modules
         self.param_groups = param_groups
@@ -139,6 +140,8 @@ class Unit:
         self.runtime: StepRuntime | None = None
         self.shards_compared = self.replicas_compared = False
         """Whether the ranks have compared the units of this root (order_check.py)."""
+        self.checks_order = get_debug_level() == DebugLevel.DETAIL
+        """Whether ranks compare the order of units if this one is the root (order_check.py)."""
         self.whole = Whole.NOWHERE
         self.full_precision = False
         """Whether the unit computes in the dtype of its shards, despite the policy."""
@@ -320,72 +323,53 @@ def units_of(modules: tuple[nn.Module, ...]) -> Iterator[Unit]:
                 yield unit
 
 
+@dataclass(slots=True, eq=False)
 class UnitCall:
     """One run of a unit's forward."""
 
-    __slots__ = (
-        "__weakref__",
-        "begun",
-        "comes_back",
-        "end",
-        "given",
-        "imminent",
-        "index",
-        "kept",
-        "recomputed",
-        "run",
-        "served",
-        "start",
-        "unit",
-        "versions",
-        "visible",
-    )
-
-    def __init__(self, unit: Unit, run: ForwardPass, start: int) -> None:
-        self.unit = unit
-        self.run = run
-        self.start = start
-        self.end = start
-        """The times at which its forward began and ended, by the count of the runtime."""
-        self.index = -1
-        """Its place in `run.calls`; -1 for a call that backward recomputes."""
-        self.visible = False
-        """Whether autograd will tell when backward reaches it."""
-        self.comes_back = False
-        """Whether backward is expected to reach its outputs or its recomputation."""
-        self.recomputed = False
-        """Whether a checkpoint runs it in backward, perhaps not to its end."""
-        self.imminent = False
-        """Whether it is a reentrant checkpoint's recomputation, whose backward follows at once."""
-        self.begun = False
-        """Whether backward has reached it."""
-        self.kept = False
-        """Whether its parameters stay unsharded after forward."""
-        self.versions: list[list[int]] = []
-        """The version counters of its shards in forward."""
-        self.served: list[tuple[UnitCall, bool]] = []
-        """Calls of other ranks, gathered with this one, and whether those ranks train them."""
-        self.given: dict[int, tuple[torch.Tensor, int]] = {}
-        """Its input tensors and their versions, by id, while it runs: an output that is an input
-        unchanged is passed on, not made."""
+    unit: Unit
+    run: ForwardPass
+    start: int
+    """The time at which its forward began, by the count of the runtime."""
+    end: int = 0
+    """The same for the end of its forward."""
+    index: int = -1
+    """Its place in `run.calls`; -1 for a call that backward recomputes."""
+    visible: bool = False
+    """Whether autograd will tell when backward reaches it."""
+    comes_back: bool = False
+    """Whether backward is expected to reach its outputs or its recomputation."""
+    recomputed: bool = False
+    """Whether a checkpoint runs it in backward, perhaps not to its end."""
+    imminent: bool = False
+    """Whether it is a reentrant checkpoint's recomputation, whose backward follows at once."""
+    begun: bool = False
+    """Whether backward has reached it."""
+    kept: bool = False
+    """Whether its parameters stay unsharded after forward."""
+    versions: list[list[int]] = field(default_factory=list)
+    """The version counters of its shards in forward."""
+    served: list[tuple[UnitCall, bool]] = field(default_factory=list)
+    """Calls of other ranks, gathered with this one, and whether those ranks train them."""
+    given: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    """Its input tensors and their versions, by id, while it runs: an output that is an input
+    unchanged is passed on, not made."""
 
 
+@dataclass(slots=True, eq=False)
 class ForwardPass:
     """One run of the root's forward."""
 
-    __slots__ = ("calls", "cursor", "differentiable", "open", "started")
-
-    def __init__(self, differentiable: bool) -> None:
-        self.differentiable = differentiable
-        """Whether the root ran with gradients enabled."""
-        self.calls: list[UnitCall] = []
-        """The calls that backward may reach, in the order of their ends."""
-        self.started: list[Unit] = []
-        """The units in the order of their begins; the next forward prefetches by this order."""
-        self.cursor = -1
-        """The index of the last call that backward has reached."""
-        self.open: list[UnitCall] = []
-        """Calls that backward has reached and not yet left."""
+    differentiable: bool
+    """Whether the root ran with gradients enabled."""
+    calls: list[UnitCall] = field(default_factory=list)
+    """The calls that backward may reach, in the order of their ends."""
+    started: list[Unit] = field(default_factory=list)
+    """The units in the order of their begins; the next forward prefetches by this order."""
+    cursor: int = -1
+    """The index of the last call that backward has reached."""
+    open: list[UnitCall] = field(default_factory=list)
+    """Calls that backward has reached and not yet left."""
 
     def add_call(self, call: UnitCall) -> None:
         """Adds a call that has ended and that backward may reach."""
@@ -426,8 +410,8 @@ def tensors_in(nest: object) -> Iterator[torch.Tensor]:
         for item in nest:
             yield from tensors_in(item)
     elif is_dataclass(nest) and not isinstance(nest, type):
-        for field in fields(nest):
-            yield from tensors_in(getattr(nest, field.name, None))
+        for each in fields(nest):
+            yield from tensors_in(getattr(nest, each.name, None))
 
 
 def map_tensors(nest: T, change: Callable[[torch.Tensor], torch.Tensor]) -> T:
@@ -447,7 +431,7 @@ def map_tensors(nest: T, change: Callable[[torch.Tensor], torch.Tensor]) -> T:
             for key, item in zip(keys, items, strict=True):
                 changed[key] = item
     elif is_dataclass(nest) and not isinstance(nest, type):
-        names = [field.name for field in fields(nest) if hasattr(nest, field.name)]
+        names = [each.name for each in fields(nest) if hasattr(nest, each.name)]
         items = [map_tensors(getattr(nest, name), change) for name in names]
         if _differ(items, [getattr(nest, name) for name in names]):
             changed = copy(nest)
@@ -487,18 +471,13 @@ class FreeParameter:
 
     def assign(self, entry: Parameter) -> None:
         """Notes that a unit has it now; other units borrow it."""
-        setattr(self.parameter, _TIED, _Tied(entry))
-
-
-@dataclass(frozen=True, slots=True)
-class _Tied:
-    entry: Parameter
+        setattr(self.parameter, _TIED, entry)
 
 
 def entry_of(parameter: nn.Parameter) -> Parameter | None:
     """Returns the entry that a unit has made for a parameter; None if no unit has it."""
-    tied = getattr(parameter, _TIED, None)
-    return tied.entry if isinstance(tied, _Tied) else None
+    entry = getattr(parameter, _TIED, None)
+    return entry if isinstance(entry, Parameter) else None
 
 
 def free_parameters(

@@ -27,11 +27,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from sharding.describe.dtensor import check_gathers, hybrid_grid
+from sharding.describe.dtensor import check_gathers, mesh_of
 from sharding.engine.composition import HybridGroups, ShardGroup
 from sharding.engine.flat_param_group import CommHook, FlatForm, FlatParamGroup, flat_param_groups
 from sharding.engine.forward_hooks import ForwardHooks
-from sharding.engine.order_check import OrderCheck, check_shards
+from sharding.engine.order_check import check_shards
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter, Precision, local_of
 from sharding.engine.runtime import attach, runtime_of
@@ -99,7 +99,6 @@ class EntryPoint:
         """Whether the instance is inside another one."""
         self.state_dict_settings: StateDictSettings = default_settings()
         self.full_precision_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
-        self.order_check = OrderCheck.if_wanted()
         for inner in entry_points(module):
             inner.has_outer = True
         self.unit = make_flat_unit(module, owner, settings, self._prepare)
@@ -128,15 +127,13 @@ class EntryPoint:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Unshards the unit, as a hook of `owner`; returns the inputs, on its device, cast."""
         unit = self.unit
-        runtime = runtime_of(unit)
+        runtime_of(unit)  # decides whether it is the root
         if unit.is_root:
             for entry_point in entry_points(self.owner):
                 entry_point.choose_precision()
             if self.compute_device.type != "cpu":
                 args = on_device(args, self.compute_device)
                 kwargs = on_device(kwargs, self.compute_device)
-        if runtime.order_check is None:
-            runtime.order_check = self.order_check
         ready: tuple[tuple[Any, ...], dict[str, Any]]
         ready = self.forward_hooks.before(module, args, kwargs)
         return ready
@@ -499,7 +496,7 @@ def hybrid_groups_of(
     if isinstance(groups, tuple):
         to_shard, to_replicate = groups
         replicas = ShardGroup.alone() if to_replicate is None else ShardGroup.of(to_replicate)
-        grid = None if mesh is None else hybrid_grid(mesh)
+        grid = None if mesh is None else mesh_of(mesh, (1, 0))  # sharding cuts first
         return HybridGroups(ShardGroup.of(to_shard), replicas, grid)
     if strategy is ShardingStrategy.NO_SHARD:
         return HybridGroups(ShardGroup.alone(), ShardGroup.of(groups))

@@ -13,11 +13,11 @@ from sharding.engine.parameter import (
     FlatPacking,
     Slot,
     UnshardedBuffer,
-    chunk,
     pack,
     plain,
 )
 from sharding.engine.reduction import predivide_factor
+from sharding.layout.box import chunk
 
 SIZES = st.integers(1, 9)
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
