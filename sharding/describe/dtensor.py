@@ -64,6 +64,7 @@ MAX_KNOWN = 1 << 14
 ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))
 """The types of nearly all tensors: of neither a wrapper, nor a DTensor, nor a ShardedTensor."""
 _REPLICATED = (Replicate(),)
+_NOWHERE = Mesh.grid((), ())
 _known: dict[tuple[int, tuple[int, ...], tuple[Placement, ...]], Layout] = {}
 """Layouts by the identity of the mesh (which the layout keeps alive), shape and placements."""
 _replicas: dict[tuple[int, torch.Size], Layout] = {}
@@ -330,14 +331,6 @@ def mesh_of(device_mesh: DeviceMesh, cut: Sequence[int] = ()) -> Mesh:
     return mesh
 
 
-def hybrid_grid(device_mesh: DeviceMesh) -> Mesh:
-    """Returns the ranks of a mesh whose last axis shards and whose first one replicates.
-
-    Both are in the order of their groups. Raises UnknownPlacementError if they contradict.
-    """
-    return mesh_of(device_mesh, (1, 0))
-
-
 def _is_sorted(device_mesh: DeviceMesh, axis: int) -> bool:
     """Whether the group of an axis sorts its ranks; False if it has them in the mesh's order.
 
@@ -488,18 +481,24 @@ def grid_around(
     return Mesh.of_ranks(names, sizes, ranks), len(kept)
 
 
-def check_divides_evenly(layout: Layout, name: str) -> None:
-    """Raises UnknownPlacementError if tensor parallelism divides a parameter unevenly.
+def describe_parallel(local_shape: tuple[int, ...], spec: DTensorSpec, name: str) -> Layout:
+    """Returns a parameter's layout under tensor parallelism, by its local shape on this rank.
 
-    The flat parameters of its ranks are then cut at different places, which no single layout
-    describes.
+    Raises UnknownPlacementError if it divides the parameter unevenly: the flat parameters of its
+    ranks are then cut at different places, which no single layout describes.
     """
+    from torch.distributed.tensor import DTensor
+
+    local = torch.empty(local_shape, device="meta")
+    like = DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    _, layout = describe(like, name, _NOWHERE)
     if len({layout.local_shape(rank) for rank in layout.mesh.ranks()}) > 1:
         raise UnknownPlacementError(
             f"{name}: tensor parallelism divides its shape {layout.shape} unevenly, and flat "
             "parameters over that have no layout; use ckpt.sharding.fully_shard, or a size that "
             "divides evenly"
         )
+    return layout
 
 
 Cut = list[tuple[list[int], list[int]]]

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sharding.describe.dtensor import Grids, check_divides_evenly, describe
+from sharding.describe.dtensor import Grids, describe_parallel
 from sharding.describe.members import FLAT_PARAMETERS, FlatMember, FlatSlice, LocalPart, check_numel
 from sharding.describe.wrappers import key_prefix, names_in
 from sharding.engine.flat_param_group import (
@@ -46,7 +46,6 @@ from sharding.engine.flat_param_group import (
     FlatParamGroup,
     flat_param_groups,
 )
-from sharding.engine.parameter import as_dtensor
 from sharding.engine.unit import entry_of, units_of
 from sharding.errors import LocalShapeError, ShardingError, WorldMismatchError
 from sharding.layout import FlatShard, Layout, Mesh, Placement, Replicate, Shard, StridedShard
@@ -130,39 +129,23 @@ def _is_as_it_was(param_group: FlatParamGroup) -> bool:
     return param_group.form.use_orig_params and not divided
 
 
-NOWHERE = Mesh.grid((), ())
-
-
 def slices_of(param_group: FlatParamGroup) -> list[FlatSlice]:
     """Returns, by parameter, its slice of this rank's shard, with its layout."""
     slices = []
     groups = param_group.groups
     axes = {"replicate": groups.replicate.ranks, "shard": groups.shard.ranks}
     grids = Grids(axes["shard"][groups.shard.rank], axes, groups.grid)
-    for index, before in enumerate(_iter_parallel_layouts(param_group)):
+    for index, (entry, slot) in enumerate(
+        zip(param_group.parameters, param_group.packing.slots, strict=True)
+    ):
         begin, lo, hi = param_group.piece(index)
-        slot = param_group.packing.slots[index]
+        spec = entry.distributed
+        before = None if spec is None else describe_parallel(entry.shape, spec, entry.name)
         divided = param_group.is_divided and slot.numel
         cut = FlatShard(slot.at, param_group.packing.shard_numel) if divided else None
         layout = grids.layout(slot.shape, before, cut)
         slices.append(FlatSlice(begin, begin + hi - lo, layout, (id(param_group), index)))
     return slices
-
-
-def _iter_parallel_layouts(param_group: FlatParamGroup) -> Iterator[Layout | None]:
-    """Yields, by parameter, its layout under tensor parallelism; None without tensor parallelism.
-
-    Raises UnknownPlacementError if it divides a parameter unevenly: the flat parameters of its
-    ranks are then cut at different places, which no single layout describes.
-    """
-    for entry in param_group.parameters:
-        if entry.distributed is None:
-            yield None
-            continue
-        like = as_dtensor(torch.empty(entry.shape, device="meta"), entry.distributed)
-        _, layout = describe(like, entry.name, NOWHERE)
-        check_divides_evenly(layout, entry.name)
-        yield layout
 
 
 Record = dict[str, Any]

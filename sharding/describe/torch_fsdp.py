@@ -36,11 +36,11 @@ import torch.distributed as dist
 from torch import nn
 
 from sharding.describe import dtensor
-from sharding.describe.dtensor import Grids, check_divides_evenly
+from sharding.describe.dtensor import Grids
 from sharding.describe.members import FlatMember, FlatSlice, check_numel
 from sharding.describe.wrappers import CleanNames, names_in
 from sharding.errors import LocalShapeError, ShardingError, UnknownPlacementError
-from sharding.layout import FlatShard, Layout, Mesh
+from sharding.layout import FlatShard, Layout
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -69,11 +69,7 @@ def is_unit(module: nn.Module) -> TypeGuard[FullyShardedDataParallel]:
 
 def is_in(module: nn.Module) -> bool:
     """Whether a module contains instances of torch's wrapper."""
-    found = sys.modules.get(FSDP_MODULE)
-    if found is None:
-        return False
-    unit = found.FullyShardedDataParallel
-    return any(isinstance(part, unit) for part in module.modules())
+    return FSDP_MODULE in sys.modules and any(map(is_unit, module.modules()))
 
 
 def is_flattened(value: object) -> TypeGuard[nn.Parameter]:
@@ -273,9 +269,6 @@ def _shard(key: str, value: object, handle: FlatParamHandle) -> torch.Tensor:
     return shard.detach()
 
 
-NOWHERE = Mesh.grid((), ())
-
-
 def slices_of(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> Iterator[FlatSlice]:
     """Yields, by parameter, its slice of this rank's shard, with its layout."""
     flat, stride = handle.flat_param, handle.flat_param._sharded_size.numel()
@@ -289,7 +282,7 @@ def slices_of(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> Iterat
         if not is_padding
     ]
     mesh = unit._device_mesh
-    grid = dtensor.hybrid_grid(mesh) if mesh is not None and mesh.ndim == 2 else None
+    grid = dtensor.mesh_of(mesh, (1, 0)) if mesh is not None and mesh.ndim == 2 else None
     grids = Grids(dist.get_rank(), _axes(unit, handle), grid)
     for index, (begin, end) in enumerate(spans):
         _check_order(flat, index)
@@ -327,7 +320,6 @@ def _parallel_layout(flat: FlatParameter, index: int) -> Layout | None:
     spec = flat._param_extensions[index]
     if spec is None:
         return None
-    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
     name = flat._fqns[index]
@@ -336,8 +328,4 @@ def _parallel_layout(flat: FlatParameter, index: int) -> Layout | None:
             f"{name}: an extension of torch's FSDP, {type(spec).__name__}, has changed it before "
             "it was flattened, in an unknown way; use ckpt.sharding.fully_shard"
         )
-    local = torch.empty(flat._shapes[index], device="meta")
-    like = DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    _, layout = dtensor.describe(like, name, NOWHERE)
-    check_divides_evenly(layout, name)
-    return layout
+    return dtensor.describe_parallel(tuple(flat._shapes[index]), spec, name)

@@ -118,24 +118,11 @@ def _redistribute(
         raise error
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """This rank's part of a tensor, and the tensor's layout over the ranks that share."""
-
-    local: torch.Tensor
-    layout: Layout
+Held = tuple[torch.Tensor, Layout]
+"""This rank's part of a tensor, and the tensor's layout over the ranks that share."""
 
 
-def fill_parts(param_group: FlatParamGroup, pairs: Iterable[tuple[FlatPart, Held]]) -> None:
-    """Fills each part with its elements of a tensor that the ranks of the group hold."""
-    moves = (
-        Move(part.name, near.local, near.layout, part.local, _layouts(param_group, part.index)[0])
-        for part, near in pairs
-    )
-    _redistribute(param_group, moves, LOADING)
-
-
-def find_in_shard_group(
+def _find_in_shard_group(
     param_group: FlatParamGroup,
     index: int,
     tensor: torch.Tensor,
@@ -146,17 +133,17 @@ def find_in_shard_group(
 
     `name` is for messages. Raises as `sharding.describe.describing.describe` does.
     """
-    if isinstance(tensor, DTensor) and is_by_rows(param_group, index, tensor, mesh):
-        return Held(tensor.to_local(), _layouts(param_group, index)[1])
+    if isinstance(tensor, DTensor) and _is_by_rows(param_group, index, tensor, mesh):
+        return tensor.to_local(), _layouts(param_group, index)[1]
     local, layout = describe(tensor, name, Ranks().mesh)
     among = set(_layouts(param_group, index)[0].mesh.ranks())
     if param_group.parameters[index].distributed is None and among.issuperset(layout.mesh.ranks()):
         check_source(name, local, layout, dist.get_rank())
-        return Held(local, layout)
+        return local, layout
     return None
 
 
-def is_by_rows(
+def _is_by_rows(
     param_group: FlatParamGroup, index: int, tensor: DTensor, mesh: DeviceMesh | None
 ) -> bool:
     """Whether a DTensor is placed like the results of `by_rows` for this parameter."""
@@ -298,7 +285,7 @@ class _Given:
             [(part.name, str(part.local.dtype)) for part, _ in pairs]
             for pairs in (self.near, self.spread, self.full)
         ]
-        lying = [near.layout for _, near in self.near]
+        lying = [layout for _, (_, layout) in self.near]
         return crc32(repr((seen, lying)).encode())
 
 
@@ -384,7 +371,7 @@ class RowLoading:
             if not is_spread or (before is not None and value.device_mesh == before.mesh):
                 values.full.append((part, value))
                 continue
-            near = find_in_shard_group(param_group, index, value, key, self.mesh)
+            near = _find_in_shard_group(param_group, index, value, key, self.mesh)
             if near is None:
                 values.spread.append((part, value))
             else:
@@ -395,7 +382,11 @@ class RowLoading:
         """Fills every part. All ranks that share the parameter group call this alike."""
         param_group = self.own.param_group
         if values.near:
-            fill_parts(param_group, values.near)
+            moves = (
+                Move(part.name, near, have, part.local, _layouts(param_group, part.index)[0])
+                for part, (near, have) in values.near
+            )
+            _redistribute(param_group, moves, LOADING)
         if values.spread:
             _fill_spread(param_group, values.spread)
         for part, value in values.full:
