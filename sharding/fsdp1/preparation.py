@@ -64,15 +64,14 @@ def plan_wraps(
     root_kwargs: Mapping[str, Any],
     ignored_modules: Set[nn.Module] = frozenset(),
     ignored_params: Set[nn.Parameter] = frozenset(),
-    include_root: bool = False,
     is_wrapped: Callable[[nn.Module], bool] = lambda module: False,
 ) -> WrapPlan:
     """Returns the plan of a policy for the modules below a root.
 
     `root_kwargs` are the arguments of each wrapper unless the policy overrides them; their
     `mixed_precision` has the classes that are kept apart. `ignored_modules`, which must hold whole
-    subtrees, are not wrapped, and `ignored_params` do not count. With `include_root` the policy
-    decides about the root too. Changes no module, and does not communicate.
+    subtrees, are not wrapped, and `ignored_params` do not count. Changes no module, and does not
+    communicate.
 
     Raises ValueError if `is_wrapped` is true of a module.
 
@@ -96,20 +95,17 @@ def plan_wraps(
         chosen = policy._run_policy(root, set(ignored_modules), dict(root_kwargs))
     else:
         walk = _Walk(policy, ignored_modules, ignored_params, frozenset(alone))
-        walk.visit(root, may_wrap=include_root)
+        walk.visit(root, may_wrap=False)
         chosen = {module: dict(root_kwargs) for module in walk.chosen}
     for module in alone:
         chosen[module] = {**chosen.get(module, root_kwargs), "mixed_precision": None}
-    if not include_root:
-        chosen.pop(root, None)
+    chosen.pop(root, None)
     ordered = {module: chosen[module] for module in _post_order(root, set()) if module in chosen}
     return WrapPlan(ordered, tuple(kept_apart))
 
 
-def auto_wrap(
-    root: nn.Module, plan: WrapPlan, wrap_fn: Callable[..., nn.Module | None]
-) -> nn.Module:
-    """Carries out a plan; returns the root, or its wrapper if the plan wraps the root.
+def auto_wrap(root: nn.Module, plan: WrapPlan, wrap_fn: Callable[..., nn.Module | None]) -> None:
+    """Carries out a plan.
 
     `wrap_fn(module, **kwargs)` returns the replacement for the module in all its places; None or
     the module itself if it stays. A UserWarning names the modules that are kept apart.
@@ -136,9 +132,6 @@ def auto_wrap(
             continue
         for parent, name in places[module]:
             setattr(parent, name, wrapper)
-        if module is root:
-            root = wrapper
-    return root
 
 
 def _post_order(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:

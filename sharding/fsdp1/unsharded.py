@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from sharding.engine.flat_param_group import FlatParamGroup, flat_param_groups
-from sharding.engine.parameter import UnshardedBuffer, local_of, sees_what_is_set
+from sharding.engine.parameter import UnshardedBuffer, local_of
 from sharding.engine.runtime import is_running
 from sharding.engine.unit import Unit, Whole, units_of
 from sharding.errors import MisuseError, TorchAssertionError
@@ -26,15 +26,20 @@ from sharding.fsdp1.entry_point import check_units
 
 
 @contextmanager
-def summon(
+def summon_full_params(
     module: nn.Module,
-    recurse: bool,
-    writeback: bool,
-    rank0_only: bool,
-    offload_to_cpu: bool,
-    with_grads: bool,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
 ) -> Iterator[None]:
-    """Gives modules unsharded parameters (`FullyShardedDataParallel.summon_full_params`)."""
+    """Gives modules unsharded parameters inside the block, in the dtype of the shards.
+
+    All ranks enter and leave the block; communicates. `writeback` keeps changes made inside. With
+    `rank0_only`, only the first rank has unsharded parameters, and its changes count. `with_grads`
+    adds unsharded gradients. Raises AssertionError in forward or backward.
+    """
     if offload_to_cpu and not rank0_only:
         warnings.warn(
             "offload_to_cpu=True and rank0_only=False may result in "
@@ -134,10 +139,7 @@ class UnshardedParameters:
         for parameter, unsharded in zip(param_group.parameters, self._shown, strict=True):
             for module, attribute in parameter.owners:
                 module.__dict__.pop(attribute, None)
-                if sees_what_is_set(module):
-                    setattr(module, attribute, unsharded)
-                else:
-                    module._parameters[attribute] = unsharded
+            parameter.place(unsharded)
         for module, keys in param_group.keys.items():
             parameters = dict(module._parameters)
             module._parameters.clear()

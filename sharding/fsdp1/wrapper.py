@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
 import torch
@@ -45,7 +45,7 @@ from sharding.fsdp1.state_dicts import (
     state_dict_type,
 )
 from sharding.fsdp1.torch_state_dict import OptimStateDicts, connect
-from sharding.fsdp1.unsharded import summon
+from sharding.fsdp1.unsharded import summon_full_params
 from sharding.policies import (
     BackwardPrefetch,
     CPUOffload,
@@ -388,23 +388,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         ]
         return [d.owner for d in instances if not root_only or d.check_is_root()]
 
-    @staticmethod
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> AbstractContextManager[None]:
-        """Gives modules unsharded parameters inside the block, in the dtype of the shards.
-
-        All ranks enter and leave the block; communicates. `writeback` keeps changes made inside.
-        With `rank0_only`, only the first rank has unsharded parameters, and its changes count.
-        `with_grads` adds unsharded gradients. Raises AssertionError in forward or backward.
-        """
-        return summon(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
-
+    summon_full_params = staticmethod(summon_full_params)
     set_state_dict_type = staticmethod(set_state_dict_type)
     get_state_dict_type = staticmethod(get_state_dict_type)
     state_dict_type = staticmethod(state_dict_type)
@@ -446,7 +430,8 @@ def clip_grad_norm(
         dtype = torch.promote_types(dtype, gradient.dtype.to_real())
     total = torch.zeros((), dtype=dtype, device=device)
     for groups, gradients in divided.items():
-        total = _join_norms(total, _norm(gradients, norm_type, dtype, device, groups), norm_type)
+        norm = _norm(gradients, norm_type, dtype, device, groups)
+        total = torch.linalg.vector_norm(torch.stack([total, norm]), norm_type)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in every:
         gradient.mul_(factor.to(gradient.device, gradient.dtype))
@@ -485,8 +470,3 @@ def _norm(
             dist.all_reduce(power, group=group)
             mine = torch.pow(power, 1.0 / norm_type)
     return mine
-
-
-def _join_norms(a: torch.Tensor, b: torch.Tensor, norm_type: float) -> torch.Tensor:
-    joined: torch.Tensor = torch.linalg.vector_norm(torch.stack([a, b]), norm_type)
-    return joined

@@ -48,11 +48,11 @@ class Wrapper(nn.Module):
         return self.module(*args, **kwargs)
 
 
-def apply_quietly(root: nn.Module, plan: WrapPlan) -> nn.Module:
+def apply_quietly(root: nn.Module, plan: WrapPlan) -> None:
     """Carry out a plan with `Wrapper`, without the warning about modules kept apart."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return auto_wrap(root, plan, Wrapper)
+        auto_wrap(root, plan, Wrapper)
 
 
 def tree(shape: Any) -> nn.Module:
@@ -218,15 +218,12 @@ def test_tied_parameters_are_counted_once_in_what_is_left_to_their_common_parent
     assert (inner, False, 5, False) in questions
 
 
-def test_the_root_is_left_to_the_caller_unless_asked_for() -> None:
+def test_the_root_is_left_to_the_caller() -> None:
     for policy in (always_wrap_policy, CustomPolicy(lambda module: True)):
         root = nn.Sequential(nn.Linear(2, 2))
-        assert list(plan_wraps(root, policy, root_kwargs={}).kwargs) == [root[0]]
-        plan = plan_wraps(root, policy, root_kwargs={"a": 1}, include_root=True)
-        assert list(plan.kwargs) == [root[0], root]
-        outer = auto_wrap(root, plan, Wrapper)
-        assert isinstance(outer, Wrapper)
-        assert outer.module is root
+        plan = plan_wraps(root, policy, root_kwargs={})
+        assert list(plan.kwargs) == [root[0]]
+        auto_wrap(root, plan, Wrapper)
         assert isinstance(root[0], Wrapper)
 
 
@@ -301,9 +298,7 @@ def test_every_planned_module_is_replaced_by_its_wrapper() -> None:
     policy = CustomPolicy(
         lambda m: {"reason": "list"} if m is first else isinstance(m, nn.Linear | nn.ReLU)
     )
-    assert (
-        auto_wrap(root, plan_wraps(root, policy, root_kwargs={"reason": "root"}), Wrapper) is root
-    )
+    auto_wrap(root, plan_wraps(root, policy, root_kwargs={"reason": "root"}), Wrapper)
     assert (root[0].module, root[0].kwargs) == (first, {"reason": "list"})
     assert (first[0].module, first[0].kwargs) == (linear, {"reason": "root"})
     assert root[1]["a"].module is relu
