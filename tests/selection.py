@@ -13,7 +13,7 @@ the test. Rules:
 3. The rest has the mark `slow`.
 4. A test that has the mark `thorough` by hand is none of `make test`. A parameter with the mark
    `thorough` or `slow` takes no part in this.
-5. A property has a third of its examples in `make test`, and so have a few tests of their trials.
+5. A property has a fifth of its examples in `make test`, and so have a few tests of their trials.
 
 The choice depends on the name of the test and the values, and on nothing else.
 """
@@ -52,7 +52,7 @@ is_quick = False
 
 def examples(count: int, least: int = 20) -> int:
     """How many examples of a property, or trials of another test, this run has of as many."""
-    return min(count, max(least, count // 3)) if is_quick else count
+    return min(count, max(least, count // 5)) if is_quick else count
 
 
 Case = dict[str, str]

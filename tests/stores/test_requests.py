@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from logging import LogRecord
 from pathlib import Path
 from typing import Any
 
@@ -101,13 +102,12 @@ def test_events_of_a_disk_have_no_requests(tmp_path: Path) -> None:
 
 
 def test_a_line_of_the_log_has_the_numbers_of_requests(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, logged: list[LogRecord]
 ) -> None:
     end = ckpt.events.log()
-    with caplog.at_level("INFO", "ckpt.events"):
-        ckpt.save(f"memory://{tmp_path.name}/a", state())
+    ckpt.save(f"memory://{tmp_path.name}/a", state())
     end()
-    line = caplog.records[-1]
+    line = logged[-1]
     assert " requests" in line.getMessage()
     assert all(isinstance(one, Requests) for one in vars(line)["ckpt_requests"].values())
 
