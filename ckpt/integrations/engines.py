@@ -25,7 +25,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from fnmatch import translate
 from typing import Any
 
 import torch
@@ -33,7 +32,9 @@ import torch
 import ckpt
 from ckpt.checking.identity import Identity, digest_of, identity_of
 from ckpt.mapping.changes import Changes, MappingName, find_mapping, mapping_names
+from ckpt.mapping.members import member_of
 from ckpt.mapping.rules import Rule, TensorMapping
+from ckpt.state.patterns import matches
 from ckpt.stores.addresses import parse
 from ckpt.stores.store import Options, is_live
 from sharding.errors import ArgumentError
@@ -140,17 +141,8 @@ class EngineWeights(Iterable[Pair]):
 
 def _check_names(names: Sequence[str]) -> None:
     """Raises ArgumentError for names that a mapping that ships turns into those of Hugging Face."""
-    fitting = []
-    for title in mapping_names():
-        mapping = find_mapping(title)
-        if title.endswith("-hf") and mapping.strict:
-            renamed, reshaped = list(mapping.exclude), list[str]()
-            for rule in mapping.rules:
-                (renamed if rule.rearrange is None else reshaped).extend(rule.sources)
-            of_both = _expression([*renamed, *reshaped])
-            if any(map(_expression(reshaped).match, names)) and all(map(of_both.match, names)):
-                fitting.append(mapping)
-    if fitting:
+    known = (find_mapping(title) for title in mapping_names() if title.endswith("-hf"))
+    if fitting := [mapping for mapping in known if mapping.strict and _reshapes(mapping, names)]:
         titles = " or ".join(repr(mapping.name) for mapping in fitting)
         sizes = ", ".join(f"{size!r}: NUMBER" for size in fitting[0].parameters)
         raise ArgumentError(
@@ -160,6 +152,12 @@ def _check_names(names: Sequence[str]) -> None:
         )
 
 
-def _expression(patterns: Iterable[str]) -> re.Pattern[str]:
-    wild = (translate(re.sub(r"\{\w+\}", "*", pattern)) for pattern in patterns)
-    return re.compile("|".join(wild) or "(?!)")
+def _reshapes(mapping: TensorMapping, names: Sequence[str]) -> bool:
+    """Whether a mapping names all of these, and makes other tensors of some."""
+    found = False
+    for name in names:
+        rule = next((rule for rule in mapping.rules if member_of(rule, name) is not None), None)
+        if rule is None and not any(matches(pattern, name) for pattern in mapping.exclude):
+            return False
+        found |= rule is not None and rule.rearrange is not None
+    return found
