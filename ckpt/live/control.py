@@ -59,12 +59,11 @@ from ckpt.live.protocol import (
     Retire,
     Take,
     Versions,
-    files_json,
     json_bytes,
     object_of,
     request_of,
 )
-from ckpt.live.shared_files import memory_file
+from ckpt.live.shared_files import in_memory, memory_file
 from ckpt.live.wire import Acceptor, Wire
 
 Answer = tuple[dict[str, object], tuple[int, ...]]
@@ -156,7 +155,8 @@ class ControlServer:
         if isinstance(request, Hello):
             return {"address": list(host.address), "server": host.server, "pid": os.getpid()}
         if isinstance(request, Versions):
-            return {"versions": self._versions(request.name)}
+            versions = table.versions(request.name).items()
+            return {"versions": {str(number): version.json() for number, version in versions}}
         if isinstance(request, Own):
             table.own(request.name, request.keep_seconds)
             client.owns.append(request.name)
@@ -188,20 +188,18 @@ class ControlServer:
         name, host = request.name, self._host
         if request.address != host.address:
             raise RefusedError("unknown", f"{name} has the address {host.address} here")
-        key, lease = host.lease(name, request.which)
+        key, version, found = host.lease(name, request.which)
         client.leases.append((name, key))
-        client.got.add((name, lease.version))
+        client.got.add((name, version))
         here: dict[str, object] = {}
         descriptors: list[int] = []
-        for file in lease.files:
-            if (name, lease.version, file) in host.files:
-                segments, used = self._segments(name, lease.version, file, len(descriptors))
+        for file in host.table.places(name, version):
+            if (name, version, file) in host.files:
+                segments, used = self._segments(name, version, file, len(descriptors))
                 if len(descriptors) + len(used) <= MOST_DESCRIPTORS:
                     here[file] = segments
                     descriptors += used
-        found = {"lease": key, "version": lease.version, "seconds": lease.seconds}
-        files = {"server": host.server, "files": files_json(lease.files), "here": here}
-        return {"ok": {**found, **files}}, tuple(descriptors)
+        return {"ok": {**found, "here": here}}, tuple(descriptors)
 
     def _segments(
         self, name: str, version: int, file: str, first: int = 0
@@ -231,16 +229,6 @@ class ControlServer:
         self._host.notify()
         return in_flight or any((name, version) in client.got for client in self._clients)
 
-    def _versions(self, name: str) -> dict[str, object]:
-        return {
-            str(number): {
-                "files": files_json(version.files),
-                "complete": version.complete,
-                "info": version.info,
-            }
-            for number, version in self._host.table.versions(name).items()
-        }
-
 
 def _of_this_user(connected: socket.socket) -> Wire | None:
     if _user(connected) == os.geteuid():
@@ -265,7 +253,7 @@ def send_message(connected: socket.socket, data: bytes, descriptors: Sequence[in
     if len(data) <= MESSAGE_BYTES:
         socket.send_fds(connected, [data], list(descriptors))
         return
-    memory = memory_of(data)
+    memory = in_memory(data)
     try:
         head = json_bytes({"in": len(descriptors), "nbytes": len(data)})
         socket.send_fds(connected, [head], [*descriptors, memory])
@@ -299,15 +287,6 @@ def close_all(descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
         with suppress(OSError):
             os.close(descriptor)
-
-
-def memory_of(data: bytes) -> int:
-    """Returns the descriptor of new shared memory with these bytes."""
-    memory = os.memfd_create("ckpt-message", os.MFD_CLOEXEC)
-    at = 0
-    while at < len(data):
-        at += os.pwrite(memory, data[at:], at)
-    return memory
 
 
 def _long_message(data: bytes, descriptors: list[int]) -> bytes:

@@ -40,7 +40,7 @@ from ckpt.live.protocol import (
 )
 from ckpt.live.shared_files import MemoryFile, SharedFile
 from ckpt.live.swarm import TRACKER_SECONDS, Tracker
-from ckpt.live.table import LOST_SECONDS, Table, VersionLease
+from ckpt.live.table import LOST_SECONDS, Table
 from ckpt.stores.addresses import FILE, NAME, version_of
 from formats.errors import FormatError
 
@@ -49,14 +49,13 @@ if TYPE_CHECKING:
 
 START_SECONDS = 30.0
 """The time in which a new server must get an owner."""
-HEADER_LIMIT = 64 << 20
-"""The most bytes of a header that are compared."""
+LEASE_HEADER = "ckpt-lease"
 _TICK_SECONDS = 0.02
 """The shortest time between two ticks of the table."""
 
 
 class Host:
-    """The parts that the HTTP side and the Unix socket share."""
+    """The state of a server, and its answers to requests over HTTP."""
 
     def __init__(
         self,
@@ -83,6 +82,8 @@ class Host:
         self._waiters: set[asyncio.Future[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._loop.call_later(START_SECONDS, self._end_if_idle)
+        # More threads than processors would take the bytes from each other's cache.
+        self._comparing = asyncio.Semaphore(len(os.sched_getaffinity(0)))
 
     def notify(self) -> None:
         """Lets the table look at the time, and wakes all who wait for a change."""
@@ -113,13 +114,14 @@ class Host:
             self._timer = self._loop.call_at(at, self.notify)
 
     def lease(
-        self, name: str, version: int | None, is_bound: bool = False
-    ) -> tuple[str, VersionLease]:
-        """Takes a lease on a version, or on the newest one; returns its key too."""
-        key = secrets.token_hex(8)
-        lease = self.table.lease(name, version, key, monotonic(), is_bound)
-        self.due_in(lease.seconds)
-        return key, lease
+        self, name: str, wanted: int | None, is_bound: bool = False
+    ) -> tuple[str, int, dict[str, object]]:
+        """Takes a lease on a version, or on the newest one; returns key, version and answer."""
+        key, seconds = secrets.token_hex(8), self.table.lease_seconds
+        version = self.table.lease(name, wanted, key, monotonic(), is_bound)
+        self.due_in(seconds)
+        found = {"lease": key, "version": version, "seconds": seconds, "server": self.server}
+        return key, version, {**found, "files": files_json(self.table.places(name, version))}
 
     def release(self, name: str, keys: Iterable[str]) -> None:
         """Ends leases whose reader has all bytes that it wants."""
@@ -143,7 +145,7 @@ class Host:
         self._left -= {(name, version, is_leased) for is_leased in (False, True)}
         self._end_if_idle()
 
-    def note_end(self, connection: HttpConnection) -> None:
+    def on_end(self, connection: HttpConnection) -> None:
         """Takes notice of a connection that has ended, perhaps before all its bytes were read."""
         for name, version, file in self.files:
             if self.files[name, version, file] is connection.content:
@@ -166,12 +168,12 @@ class Host:
         return False in leases or (overdue and True in leases)
 
     def earlier(self, name: str, version: int, file: str) -> MemoryFile | None:
-        """Returns the same rank's file of the version before, if it has the same header."""
+        """Returns the same rank's file of the version before, if it has the same size."""
         rank, new = file.rpartition("-")[2], self.files[name, version, file]
         for key in sorted(self.files, reverse=True):
             if key[0] == name and key[1] < version and key[2].rpartition("-")[2] == rank:
                 old = self.files[key]
-                return old if _header_of(old) == _header_of(new) else None
+                return old if old.nbytes == new.nbytes else None
         return None
 
     def close(self) -> None:
@@ -199,43 +201,9 @@ class Host:
         if at is not None:
             self.due_in(at - monotonic())
 
-
-def _header_of(file: MemoryFile) -> tuple[list[int], bytes]:
-    """Returns what tells where a file has its tensors: its sizes, and its first part."""
-    first = file.parts[0]
-    header = os.pread(first.descriptor, min(first.nbytes, HEADER_LIMIT), first.offset)
-    return [part.nbytes for part in file.parts], header
-
-
-def _delta_between(areas: Sequence[Area], old: SharedFile, new: SharedFile) -> bytes:
-    """Returns the delta of areas. Raises RefusedError if the bytes do not lie in memory."""
-    from ckpt.transfer.live_deltas import make_delta  # a server starts without numpy
-
-    def lend(file: SharedFile) -> list[Array]:
-        found = [(area, file.view(area.offset, area.span)) for area in areas]
-        return [area.of(view) for area, view in found if view is not None]
-
-    before, after = lend(old), lend(new)
-    if not len(areas) == len(before) == len(after):
-        raise RefusedError("unknown", "an area is not in the memory of both versions")
-    return make_delta(areas, before, after)
-
-
-LEASE_HEADER = "ckpt-lease"
-
-
-class LiveApp:
-    """Answers by the state of a host."""
-
-    def __init__(self, host: Host) -> None:
-        self._host = host
-        self._table = host.table
-        # More threads than processors would take the bytes from each other's cache.
-        self._comparing = asyncio.Semaphore(len(os.sched_getaffinity(0)))
-
     async def answer(self, request: HttpRequest) -> HttpAnswer:
         """Returns the answer to a request. Raises RefusedError."""
-        check_token(request.headers, request.query, self._host.token)
+        check_token(request.headers, request.query, self.token)
         name, *rest = request.path.removeprefix("/").split("/")
         if not NAME.fullmatch(name):
             raise RefusedError("unknown", f"{request.path:.200}: the path must begin with a name")
@@ -249,23 +217,17 @@ class LiveApp:
             raise RefusedError("unknown", f"{request.path:.200}: the form is /NAME/VERSION/FILE")
         return await self._file(request, name, version, rest[1])
 
-    def on_end(self, connection: HttpConnection) -> None:
-        """Takes notice of the end of a connection, whose reader may still have bytes to read."""
-        self._host.note_end(connection)
-
     async def _newest(self, request: HttpRequest, name: str) -> HttpAnswer:
         after, until = _after(request), monotonic() + _wait(request)
         while True:
-            newest, versions = self._table.newest(name)
-            left = until - monotonic()
+            versions, left = self.table.visible(name), until - monotonic()
+            newest = max(versions, default=None)
             if left <= 0 or (newest is not None and newest > after):
                 break
-            await self._host.wait(left)
-        found = {"name": name, "newest": newest, "versions": versions}
-        return json_answer({**found, **self._place(), "lease_seconds": self._table.lease_seconds})
-
-    def _place(self) -> dict[str, object]:
-        return {"server": self._host.server, "unix": self._host.unix}
+            await self.wait(left)
+        found = {"name": name, "newest": newest, "versions": versions, "server": self.server}
+        seconds = self.table.lease_seconds
+        return json_answer({**found, "unix": self.unix, "lease_seconds": seconds})
 
     def _leases(self, request: HttpRequest, name: str, rest: list[str]) -> HttpAnswer:
         if not rest:
@@ -276,34 +238,33 @@ class LiveApp:
         _only(request, "POST", "DELETE")
         request.connection.reader = name, rest[0]
         if request.method == "DELETE":
-            self._host.release(name, rest)
+            self.release(name, rest)
             return json_answer({})
-        version = self._table.renew(name, rest[0], monotonic())
-        return json_answer({"version": version, "seconds": self._table.lease_seconds})
+        version = self.table.renew(name, rest[0], monotonic())
+        return json_answer({"version": version, "seconds": self.table.lease_seconds})
 
     def _lease(self, request: HttpRequest, name: str) -> HttpAnswer:
         body = object_of(request.body, "the body")
         if set(body) != {"version"}:
             raise RefusedError("protocol", 'the body of a lease is {"version": number or null}')
         wanted = version_or_newest("version", body["version"])
-        key, lease = self._host.lease(name, wanted, request.query.get("while") == "connected")
+        key, _, found = self.lease(name, wanted, request.query.get("while") == "connected")
         request.connection.reader = name, key
-        found = {"lease": key, "version": lease.version, "seconds": lease.seconds}
-        return json_answer({**found, **self._place(), "files": files_json(lease.files)})
+        return json_answer({**found, "unix": self.unix})
 
     async def _file(self, request: HttpRequest, name: str, version: int, file: str) -> HttpAnswer:
         if not file:
             _only(request, "GET")
-            sizes = {key: place.size for key, place in self._table.places(name, version).items()}
+            sizes = {key: place.size for key, place in self.table.places(name, version).items()}
             return json_answer({"files": sizes, "folders": []})
         if not FILE.fullmatch(file):
             raise RefusedError("unknown", f"{request.path:.200}: no file has such a name")
         _only(request, "GET", "HEAD", "POST")
         if request.method == "POST":
             return await self._post(request, name, version, file)
-        self._table.find(name, version, file)
+        self.table.find(name, version, file)
         request.connection.is_leased = self._is_leased(request, name, version)
-        return file_answer(self._host.files[name, version, file], request.headers.get("range"))
+        return file_answer(self.files[name, version, file], request.headers.get("range"))
 
     def _is_leased(self, request: HttpRequest, name: str, version: int) -> bool:
         """Renews the lease that a request names; returns whether it is one on this version."""
@@ -312,9 +273,9 @@ class LiveApp:
             return False
         request.connection.reader = name, lease
         try:
-            return self._table.renew(name, lease, monotonic()) == version
+            return self.table.renew(name, lease, monotonic()) == version
         except RefusedError:  # another server has it, or it has ended
-            return not self._table.is_committed(name, version)
+            return not self.table.is_committed(name, version)
 
     async def _post(self, request: HttpRequest, name: str, version: int, file: str) -> HttpAnswer:
         body = object_of(request.body, "the body")
@@ -329,20 +290,20 @@ class LiveApp:
         self, connection: HttpConnection, key: tuple[str, int, str], message: object
     ) -> HttpAnswer:
         """Answers a reader of a swarm, at once or when there is a piece for it."""
-        self._table.find(*key)
-        tracker = self._host.trackers.setdefault(key, Tracker(self._host.files[key]))
+        self.table.find(*key)
+        tracker = self.trackers.setdefault(key, Tracker(self.files[key]))
         until = monotonic() + TRACKER_SECONDS
         lease, own, wants = tracker.tell(connection.wire.socket.getpeername()[0], message)
         connection.reader = key[0], lease
         with suppress(RefusedError):  # another server has it, or it has ended
-            self._table.renew(key[0], lease, monotonic())
-        self._host.notify()
+            self.table.renew(key[0], lease, monotonic())
+        self.notify()
         while not (found := tracker.choose(lease, own, wants)):
             if not wants or monotonic() >= until or tracker.is_busy(lease):
                 break
-            await self._host.wait(until - monotonic())
-            self._table.find(*key)  # raises if the version has been replaced
-        self._host.notify()
+            await self.wait(until - monotonic())
+            self.table.find(*key)  # raises if the version has been replaced
+        self.notify()
         return json_answer({"pieces": [[*one, await tracker.digest(one.piece)] for one in found]})
 
     async def _delta(self, name: str, version: int, file: str, wanted: object) -> HttpAnswer:
@@ -352,9 +313,9 @@ class LiveApp:
             areas = areas_in(wanted)
         except FormatError as error:
             raise RefusedError("protocol", str(error)) from None
-        self._table.find(name, version, file)
-        new = self._host.files[name, version, file]
-        old = self._host.earlier(name, version, file)
+        self.table.find(name, version, file)
+        new = self.files[name, version, file]
+        old = self.earlier(name, version, file)
         if old is None:
             raise RefusedError("unknown", f"no version before {name}/{version} is like it")
         mapped = old.mapped(), new.mapped()
@@ -364,7 +325,7 @@ class LiveApp:
         except MemoryError:
             raise RefusedError("memory", "no memory is left to make a delta") from None
         if not all(mapped_file.is_intact(area.offset) for area in areas for mapped_file in mapped):
-            self._table.find(name, version, file)  # raises if the version has been replaced
+            self.table.find(name, version, file)  # raises if the version has been replaced
             raise RefusedError("unknown", f"the version before {name}/{version} has been replaced")
         return HttpAnswer(data, headers=[("content-type", "application/octet-stream")])
 
@@ -393,3 +354,17 @@ def _wait(request: HttpRequest) -> float:
     if not 0 <= seconds < math.inf:
         raise RefusedError("protocol", f"wait={text:.80}: give seconds")
     return min(seconds, WAIT_SECONDS)
+
+
+def _delta_between(areas: Sequence[Area], old: SharedFile, new: SharedFile) -> bytes:
+    """Returns the delta of areas. Raises RefusedError if the bytes do not lie in memory."""
+    from ckpt.transfer.live_deltas import make_delta  # a server starts without numpy
+
+    def lend(file: SharedFile) -> list[Array]:
+        found = [(area, file.view(area.offset, area.span)) for area in areas]
+        return [area.of(view) for area, view in found if view is not None]
+
+    before, after = lend(old), lend(new)
+    if not len(areas) == len(before) == len(after):
+        raise RefusedError("unknown", "an area is not in the memory of both versions")
+    return make_delta(areas, before, after)

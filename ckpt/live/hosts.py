@@ -13,8 +13,9 @@ import secrets
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 from ckpt.errors import ArgumentError, NotACheckpointError, StoreError
@@ -25,20 +26,7 @@ from ckpt.live.protocol import Address
 from ckpt.stores.addresses import LiveUrl
 from sharding.agreement.ranks import Ranks, result_or_error
 
-LOOPBACK = "127.0.0.1"
 TOKEN_BYTES = 24
-
-
-@dataclass(frozen=True, slots=True)
-class Listening:
-    """The user's options of the servers."""
-
-    name: str
-    address: str | None
-    """The address to listen at; None is the loopback."""
-    lease_seconds: float
-    keep_seconds: float = 0.0
-    """The seconds that the state outlives its publisher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +64,13 @@ Start = Callable[[str], HostServer]
 """Starts or finds the server of this host, with a token."""
 
 
-def serve(ranks: Ranks, how: Listening) -> Hosts:
+def serve(ranks: Ranks, how: HostOptions) -> Hosts:
     """Returns the servers of a new live state, once they all listen. All ranks call this.
 
     Raises ExistsError if the name is served on a host, ArgumentError if ranks on several hosts
     give no address, RankError for another rank's error.
     """
-
-    def start(token: str) -> HostServer:
-        return start_server(how, token)
-
-    rows = gather(ranks, [*place_of_rank(), how.address, new_token()])
+    rows = gather(ranks, [*place_of_rank(), new_token()])
     networks = {row[1] for row in rows}
 
     def check() -> None:
@@ -98,11 +82,12 @@ def serve(ranks: Ranks, how: Listening) -> Hosts:
             )
 
     ranks.run_on_all("choosing an address", check)
-    return start_servers(ranks, how, [row[0] for row in rows], rows[0][3], start)
+    places, token = [row[0] for row in rows], rows[0][2]
+    return start_servers(ranks, how, places, token, partial(start_server, how))
 
 
 def start_servers(
-    ranks: Ranks, how: Listening, places: Sequence[str], token: str, start: Start
+    ranks: Ranks, how: HostOptions, places: Sequence[str], token: str, start: Start
 ) -> Hosts:
     """Returns the servers that the leaders start; `places` has the host of each rank.
 
@@ -133,17 +118,10 @@ def start_servers(
     return Hosts(how.name, token, host_of, addresses, ranks.rank, server)
 
 
-def start_server(how: Listening, token: str) -> HostServer:
+def start_server(how: HostOptions, token: str) -> HostServer:
     """Returns a new server on this host. Raises ExistsError if the name is served here."""
-    address = how.address or LOOPBACK
-    options = HostOptions(
-        how.name,
-        token,
-        address,
-        advertise=own_address() if address in EVERY_ADDRESS else None,
-        lease_seconds=how.lease_seconds,
-    )
-    return HostServer.start(options)
+    own = own_address() if how.address in EVERY_ADDRESS else None
+    return HostServer.start(replace(how, token=token, advertise=own))
 
 
 def gather(ranks: Ranks, mine: object) -> list[Any]:

@@ -48,8 +48,8 @@ from ckpt.live.control import (
     send_message,
     socket_path,
 )
-from ckpt.live.host import Host, LiveApp
-from ckpt.live.http_server import EVERY_ADDRESS, HttpServer, listen, most_connections
+from ckpt.live.host import Host
+from ckpt.live.http_server import HttpServer, listen, most_connections
 from ckpt.live.protocol import (
     LEASE_SECONDS,
     STALL_SECONDS,
@@ -80,16 +80,17 @@ from ckpt.live.protocol import (
 from ckpt.live.shared_files import in_memory
 from ckpt.live.table import Table
 from ckpt.saving.arena import HEAD_BYTES, map_memory, new_memory, take_huge_pages
-from ckpt.stores.addresses import NAME, authority
+from ckpt.stores.addresses import authority
 from ckpt.stores.http_client import HttpClient, HttpOptions, Place, path_of
 from formats.storage import Pool
-from sharding.errors import ArgumentError, CkptError
+from sharding.errors import CkptError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from formats.native.shard import ShardSummary
 
+LOOPBACK = "127.0.0.1"
 START_SECONDS = 60.0
 PULLS = 4
 """Files that are copied at once."""
@@ -103,26 +104,17 @@ _OPEN: weakref.WeakSet[HostServer] = weakref.WeakSet()
 
 @dataclass(frozen=True, slots=True)
 class HostOptions:
-    """The options of a server. Raises ArgumentError for a name or address that is not possible."""
+    """The options of a server."""
 
     name: str
-    token: str = field(repr=False)
-    address: str = "127.0.0.1"
-    port: int = 0
+    token: str = field(default="", repr=False)
+    address: str | None = None
+    """The address to listen at; None is the loopback."""
     advertise: str | None = None
     """The host in the addresses that readers get; None is `address`."""
     lease_seconds: float = LEASE_SECONDS
-
-    def __post_init__(self) -> None:
-        if not NAME.fullmatch(self.name):
-            raise ArgumentError(f"name={self.name!r:.80}: it must match {NAME.pattern}")
-        if not self.token:
-            raise ArgumentError("token='': give a text, or leave token= out for a random one")
-        if self.advertise is None and self.address in EVERY_ADDRESS:
-            raise ArgumentError(
-                f"address={self.address!r}: readers need the address of one interface; give "
-                "advertise="
-            )
+    keep_seconds: float = 0.0
+    """The seconds that the name outlives its publisher."""
 
 
 class HostServer:
@@ -487,14 +479,15 @@ def main() -> None:
         with lock(path.parent):
             _refuse_second(options.name)
             remove_dead()
-            listener = listen(options.address, options.port)
+            listener = listen(options.address or LOOPBACK, 0)
             unix = bind(path)
     except RefusedError as refusal:
         _tell(refusal.json())
         return
     except (OSError, CkptError) as error:
         remove_empty_log(path)
-        _tell(_failure(options, error))
+        text = f"the server cannot listen at {options.address or LOOPBACK}:0: {error}"
+        _tell({"error": "internal", "message": text})
         return
     try:
         with ExitStack() as place:
@@ -518,11 +511,11 @@ async def _serve(
     path: Path,
     leave: Callable[[], None],
 ) -> None:
-    address: Address = (options.advertise or options.address, listener.getsockname()[1])
-    table = Table(options.lease_seconds)
+    name = options.advertise or options.address or LOOPBACK
+    table, address = Table(options.lease_seconds), (name, listener.getsockname()[1])
     host = Host(options.token, table, address, str(path), leave)
     most = most_connections()
-    http = HttpServer(listener, LiveApp(host), most)
+    http = HttpServer(listener, host, most)
     host.connections = http.connections
     control = ControlServer(unix, host, most // 8)
     _tell({"ok": {}})
@@ -543,11 +536,6 @@ def _refuse_second(name: str) -> None:
             f"{name} is served on this host already, by process {other.pid}; take another name, "
             "or end that publisher",
         )
-
-
-def _failure(options: HostOptions, error: Exception) -> dict[str, Any]:
-    where = f"{options.address}:{options.port}"
-    return {"error": "internal", "message": f"the server cannot listen at {where}: {error}"}
 
 
 def _tell(answer: dict[str, Any]) -> None:

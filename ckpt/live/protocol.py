@@ -107,6 +107,10 @@ class VersionInfo:
     info: dict[str, object]
     """The values that the publisher gave with the commit."""
 
+    def json(self) -> dict[str, object]:
+        """Returns the form in messages."""
+        return {"files": files_json(self.files), "complete": self.complete, "info": self.info}
+
 
 class RefusedError(Exception):
     """A server's answer to a request that it does not serve."""

@@ -24,7 +24,8 @@ from xxhash import xxh3_64_intdigest
 
 from ckpt.arguments import Uncopied
 from ckpt.errors import ClosedError
-from ckpt.live.hosts import Dropped, Hosts, Listening, check_room, drop, serve
+from ckpt.live.hosts import Dropped, Hosts, check_room, drop, serve
+from ckpt.live.process import HostOptions
 from ckpt.live.protocol import LEASE_SECONDS, FileAt, Segment
 from ckpt.live.shared_files import in_memory
 from ckpt.opening.in_flight import SaveQueue, mark_errors_seen
@@ -149,7 +150,7 @@ def publish(
             raise ArgumentError(
                 "the ranks gave different through= or full_every=: give all the same"
             )
-        hosts = serve(ranks, Listening(name, address, lease_seconds))
+        hosts = serve(ranks, HostOptions(name, address=address, lease_seconds=lease_seconds))
     live = LiveState(hosts, state, group, lease_seconds, timeout, dtype)
     live.chain, live._tried = chain, before
     try:

@@ -62,7 +62,7 @@ from ckpt.stores.http_client import (
 from ckpt.stores.served_store import ReadOnlyStore
 from formats.errors import FormatError, GoneError
 from formats.limits import decode_object
-from formats.storage import BESIDE, LOCAL_READ_BYTES, REMOTE_READ_BYTES
+from formats.storage import LOCAL_READ_BYTES, REMOTE_READ_BYTES
 from sharding.errors import CkptError
 
 if TYPE_CHECKING:
@@ -126,9 +126,7 @@ class LiveStore(ReadOnlyStore):
     @property
     def read_bytes(self) -> int:
         """The best size of a read: that of a disk if all files are on this host."""
-        lease = self._take_lease()
-        is_here = all(self._shared_file(lease, name) is not None for name in lease.files)
-        return LOCAL_READ_BYTES if is_here else REMOTE_READ_BYTES
+        return LOCAL_READ_BYTES if self.memory_name else REMOTE_READ_BYTES
 
     @property
     def memory_name(self) -> str:
@@ -157,14 +155,18 @@ class LiveStore(ReadOnlyStore):
         """Returns the versions, sorted by text; none for the URL of one version."""
         if self._live.version is not None:
             return []
-        return sorted(map(str, self.news().versions))
+        return sorted(map(str, self.news()))
 
-    def news(self, after: int = -1, wait_seconds: float = 0.0) -> NewsAnswer:
+    def news(self, after: int = -1, wait_seconds: float = 0.0) -> list[int]:
         """Returns the versions, once one is newer than `after`, or else after `wait_seconds`."""
         query = f"?after={after}&wait={wait_seconds:g}" if wait_seconds else ""
         path = path_of(self._live.name) + query
         answer = self._client(self._home).ask("GET", path, wait_seconds=wait_seconds)
-        return news_in(self._sound(answer), self.url)
+        with _checked(self.url):
+            versions = json_of(self._sound(answer), self.url)["versions"]
+            if not isinstance(versions, list):
+                raise RefusedError("protocol", f"versions={versions!r:.80} is no list")
+            return [version_in("versions", version) for version in versions]
 
     def size(self, name: str) -> int:
         """Returns the size of a file."""
@@ -360,11 +362,11 @@ class LiveStore(ReadOnlyStore):
 
     def _other(self, name: str) -> tuple[LiveStore, str] | None:
         """Returns the store of the version in a name, `12/manifest.json`, and the file's name."""
-        folder, slash, file = name.removeprefix(BESIDE).partition("/")
+        folder, slash, file = name.partition("/")
         if not slash:
             return None
         version = version_of(folder)
-        if version is None or (self._live.version is None) == name.startswith(BESIDE):
+        if version is None or self._live.version is not None:
             raise FileNotFoundError(ENOENT, os.strerror(ENOENT), f"{self.url}/{name}")
         with self._lock:
             if version not in self._beside:
@@ -429,14 +431,6 @@ class LiveStore(ReadOnlyStore):
         raise refusal_error(answer, self._live.shown, version)
 
 
-@dataclass(frozen=True, slots=True)
-class NewsAnswer:
-    """The versions of a live state."""
-
-    newest: int | None
-    versions: tuple[int, ...]
-
-
 def _lease_in(found: Mapping[str, object], where: str) -> _Lease:
     """Returns the lease in the object of an answer. Raises ProtocolError."""
     with _checked(where):
@@ -445,19 +439,6 @@ def _lease_in(found: Mapping[str, object], where: str) -> _Lease:
             text_in("lease", found["lease"]),
             seconds_in("seconds", found["seconds"]),
             files_of("files", found["files"]),
-        )
-
-
-def news_in(answer: Answer, where: str) -> NewsAnswer:
-    """Returns the versions in an answer. Raises ProtocolError."""
-    found = json_of(answer, where)
-    with _checked(where):
-        newest, versions = found["newest"], found["versions"]
-        if not isinstance(versions, list):
-            raise RefusedError("protocol", f"versions={versions!r:.80} is no list")
-        return NewsAnswer(
-            None if newest is None else version_in("newest", newest),
-            tuple(version_in("versions", version) for version in versions),
         )
 
 

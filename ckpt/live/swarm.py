@@ -50,6 +50,7 @@ from ckpt.saving.arena import map_memory, new_memory
 from ckpt.stores.addresses import parse, version_of
 from ckpt.stores.http_client import HttpClient, HttpOptions, Place, path_of
 from formats.errors import FormatError
+from formats.storage import Reader
 from sharding.errors import CkptError
 
 if TYPE_CHECKING:
@@ -186,15 +187,11 @@ class Tracker:
         return self._digests[piece]
 
 
-class Lender(Protocol):
+class Lender(Reader, Protocol):
     """The version of a live state that a load reads: a `ckpt.live.store.LiveStore`."""
-
-    url: str
 
     @property
     def version(self) -> int: ...
-
-    def size(self, name: str) -> int: ...
 
     def ask_pieces(self, name: str, told: list[object]) -> list[list[Any]]: ...
 

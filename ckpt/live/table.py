@@ -144,21 +144,20 @@ class Table:
         row.phase, row.places, row.info = Phase.COMPLETE, dict(files), dict(info)
         found.newest = max(version, -1 if found.newest is None else found.newest)
 
-    def newest(self, name: str) -> tuple[int | None, list[int]]:
-        """Returns the newest visible version, and all visible ones."""
-        visible = self._name(name).visible
-        return (visible[-1] if visible else None), visible
+    def visible(self, name: str) -> list[int]:
+        """Returns the visible versions, the newest last."""
+        return self._name(name).visible
 
     def lease(
         self, name: str, version: int | None, key: str, now: float, is_bound: bool = False
-    ) -> VersionLease:
-        """Takes a lease on a version, or on the newest one."""
+    ) -> int:
+        """Takes a lease on a version, or on the newest one; returns the version."""
         found = self._name(name)
         if version is None:
-            version = self.newest(name)[0]
-            if version is None:
+            if not found.visible:
                 text = f"{name} has no version yet: wait for one with ckpt.follow"
                 raise RefusedError("unknown", text)
+            version = found.visible[-1]
         row = found.versions.get(version)
         if row is None or row.phase is not Phase.COMPLETE:
             raise self._missing(found, name, version, row)
@@ -166,7 +165,7 @@ class Table:
             raise RefusedError("busy", f"{name} has {MOST_LEASES:,} leases, and no more")
         self.leases[key] = Lease(name, version, now + self.lease_seconds, is_bound)
         row.leases.add(key)
-        return VersionLease(version, self.lease_seconds, row.places)
+        return version
 
     def renew(self, name: str, key: str, now: float) -> int:
         """Renews a lease; returns its version. Refused if the lease has ended."""
@@ -329,12 +328,3 @@ class Table:
             return RefusedError("gone", text, version=version, newest=newest)
         where = f"{name}/{version}/{file}" if file else f"{name}/{version}"
         return RefusedError("unknown", f"{where} is not here", newest=newest)
-
-
-@dataclass(frozen=True, slots=True)
-class VersionLease:
-    """A lease that was taken."""
-
-    version: int
-    seconds: float
-    files: Mapping[str, FileAt]

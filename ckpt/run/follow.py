@@ -199,8 +199,8 @@ def _looks_at(store: LiveStore, address: LiveUrl) -> _Look:
 
     def look(seen: _Seen | None, seconds: float) -> _Seen | None:
         after = -1 if seen is None else seen.number
-        newest = store.news(after, seconds).newest
-        return None if newest is None or newest <= after else _Seen(newest, str(address.at(newest)))
+        newest = max(store.news(after, seconds), default=-1)
+        return _Seen(newest, str(address.at(newest))) if newest > after else None
 
     return look
 

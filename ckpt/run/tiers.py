@@ -39,7 +39,6 @@ from typing import TYPE_CHECKING
 from ckpt.errors import CkptError, NotACheckpointError, UnreachableError
 from ckpt.live.hosts import (
     Hosts,
-    Listening,
     gather,
     new_token,
     own_address,
@@ -47,8 +46,8 @@ from ckpt.live.hosts import (
     start_server,
     start_servers,
 )
-from ckpt.live.process import HostServer
-from ckpt.live.protocol import LEASE_SECONDS, Address, FileAt, VersionInfo, files_json, versions_of
+from ckpt.live.process import HostOptions, HostServer
+from ckpt.live.protocol import LEASE_SECONDS, Address, FileAt, VersionInfo, versions_of
 from ckpt.live.publish import LiveState
 from ckpt.loading.newest import BEGAN, ORDER, list_committed, order_of, seconds_of
 from ckpt.removing.gc import remove_marked
@@ -272,7 +271,7 @@ def open_live_state(
     rows = gather(ranks, place_of_rank())
     places, networks = [row[0] for row in rows], {row[1] for row in rows}
     address = options.address or (own_address() if len(networks) > 1 else None)
-    how = Listening(name_of_run(url), address, LEASE_SECONDS, options.keep_seconds)
+    how = HostOptions(name_of_run(url), address=address, keep_seconds=options.keep_seconds)
     leads = places.index(places[ranks.rank]) == ranks.rank
     mine = ranks.run_on_all("looking for servers", lambda: _there(how.name) if leads else None)
     known = gather(ranks, [mine.began, mine.token] if mine else [0.0, ""])
@@ -381,10 +380,8 @@ class MemoryTier:
         def list_versions() -> object:
             if server is None:
                 return None
-            versions = {
-                number: _json(description) for number, description in server.versions().items()
-            }
-            return [list(server.address), versions]
+            versions = server.versions().items()
+            return [list(server.address), {number: version.json() for number, version in versions}]
 
         rows = gather(ranks, ranks.run_on_all("listing the steps in memory", list_versions))
         servers: Told = [((r[0][0], r[0][1]), versions_of(r[1])) for r in rows if r is not None]
@@ -407,11 +404,6 @@ class MemoryTier:
             with suppress(CkptError, OSError):
                 server.remove()
         self._live.end()
-
-
-def _json(version: VersionInfo) -> dict[str, object]:
-    files, info = files_json(version.files), dict(version.info)
-    return {"files": files, "complete": version.complete, "info": info}
 
 
 def _url(hosts: Hosts, found: Found, here: Address) -> str:

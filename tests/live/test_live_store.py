@@ -262,12 +262,11 @@ def test_addresses_are_split_and_joined_around_the_token() -> None:
     assert join_url("live://host:4000/policy", "12") == "live://host:4000/policy/12"
 
 
-def test_a_version_beside_is_read_by_its_own_store(offer: Offer, folder: Path) -> None:
+def test_the_store_of_a_version_has_no_folders(offer: Offer, folder: Path) -> None:
     with LiveStore(offer.at(3), {}) as store:
         assert store.folders() == []
-        assert store.read("../3/manifest.json", 0, 5) == store.read("manifest.json", 0, 5)
         with pytest.raises(FileNotFoundError):
-            store.size("../other/manifest.json")
+            store.size("../3/manifest.json")
 
 
 def load_from(url: str, sockets: str, names: list[str]) -> int:

@@ -84,7 +84,7 @@ class Machine(RuleBasedStateMachine):
             with pytest.raises(RefusedError, match=r"no version|not here|was replaced"):
                 self.table.lease(NAME, version, key, self.now)
             return
-        assert self.table.lease(NAME, version, key, self.now).version == wanted
+        assert self.table.lease(NAME, version, key, self.now) == wanted
         self.versions[wanted].leases[key] = self.now + LEASE
 
     def holders(self) -> list[tuple[str, Model]]:
@@ -155,7 +155,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def the_newest_visible_version_is_told(self) -> None:
         visible = self.visible()
-        assert self.table.newest(NAME) == (max(visible, default=None), visible)
+        assert self.table.visible(NAME) == visible
 
     @invariant()
     def files_are_served_until_their_version_is_retired(self) -> None:
@@ -183,7 +183,7 @@ class Machine(RuleBasedStateMachine):
         self.table.disown(NAME, self.now)
         gone = self.table.tick(self.now)
         with pytest.raises(RefusedError, match="no live state"):
-            self.table.newest(NAME)
+            self.table.visible(NAME)
         gone += self.table.tick(self.now + LEASE)
         assert {version for _, version in gone} == set(self.versions)
         assert self.table.names == []
@@ -216,7 +216,7 @@ def test_a_name_is_kept_for_the_time_that_its_owner_asked_for_and_a_new_owner_ha
     table = owned(keep_seconds=60.0)
     table.disown(NAME, 0.0)
     assert table.tick(59.0) == []
-    assert table.newest(NAME) == (1, [1])
+    assert table.visible(NAME) == [1]
     table.own(NAME, 60.0)
     assert table.tick(500.0) == []
     table.disown(NAME, 500.0)
