@@ -7,12 +7,11 @@
 Rules (docs/format.md is normative):
 
 1. A version is there once its `live-version.json` is. This names the whole version below, the
-   version before and, for each shard file, the file of its delta.
+   version before, and the size and checksum of the delta of each shard file.
 2. A delta file has the header and the chunk table of the shard file in its version, then the
-   frames, then their index. A frame is the delta of `FRAME_BYTES` of the data, as
-   `ckpt.transfer.live_deltas` makes it; it is empty if nothing has changed there.
-3. Versions with one whole version below have the same tensors, in the same places of files of
-   equal sizes.
+   frames, then their index. A frame is the delta of `FRAME_BYTES` of all bytes before the chunk
+   table, as `ckpt.transfer.live_deltas` makes it.
+3. Versions with one whole version below have files of equal sizes, by the same ranks.
 4. The newest `KEPT` whole versions stay, with all that is above them. Older versions go, and first
    their `live-version.json`.
 
@@ -26,13 +25,12 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from struct import Struct
 from typing import Any, NamedTuple
 
 import xxhash
 
-from ckpt.errors import ExistsError, StoreError
+from ckpt.errors import ExistsError
 from ckpt.plan.save_plan import SavePlan
 from ckpt.saving.agreement import pack_summary, unpack_summary
 from ckpt.saving.writers import ArenaWriter
@@ -47,9 +45,9 @@ from ckpt.stores.store import (
 )
 from ckpt.transfer.live_deltas import WIDTHS, Area, make_delta
 from ckpt.transfer.write_job import STEP_BYTES, call_message
-from formats.errors import CorruptError, FormatError
+from formats.errors import FormatError
 from formats.limits import decode_object
-from formats.native.manifest import MANIFEST, Manifest, load
+from formats.native.manifest import MANIFEST, ShardFile, checked_body, load, with_digest
 from formats.native.shard import ShardSummary
 from formats.storage import in_place
 from sharding.agreement.ranks import Ranks, result_or_error
@@ -62,15 +60,11 @@ KEPT = 2
 VERSION, WHOLE, DELTA = "version-", "full-", ".delta"
 FRAME = Struct("<IQ")
 """The entry of a frame in the index: its length, and its xxh3_64."""
-FORMAT = "ckpt-live-version"
 
 
 class DeltaFile(NamedTuple):
-    """The file with the delta of one shard file."""
+    """The file with the delta of one shard file, under this file's name with `DELTA`."""
 
-    rank: int
-    """That of the shard file."""
-    name: str
     size: int
     width: int
     """Bytes of an element."""
@@ -86,19 +80,18 @@ class Link(NamedTuple):
     """The whole version below, or this one."""
     before: int | None
     """The version since which the deltas are; None without deltas."""
-    manifest: str
     deltas: Sequence[DeltaFile]
+    """In the order of the shard files in the manifest."""
+    manifest: str
 
     def dump(self) -> bytes:
-        fields = {"format": FORMAT, "version": 1, **self._asdict()}
-        return json.dumps({"digest": _digest(fields), **fields}, separators=(",", ":")).encode()
+        fields = {"format": "ckpt-live-version", "version": 1, **self._asdict()}
+        return with_digest(json.dumps(fields, separators=(",", ":")).encode())
 
     @classmethod
     def load(cls, data: bytes, where: str) -> Link:
         """Returns the link in bytes. Raises FormatError, or CorruptError if they have changed."""
-        found = decode_object(data, where)
-        digest = found.pop("digest", None)
-        match found:
+        match decode_object(checked_body(data, where), where):
             case {
                 "format": "ckpt-live-version",
                 "version": 1,
@@ -107,29 +100,16 @@ class Link(NamedTuple):
                 "before": int() | None as before,
                 "deltas": [*rows],
                 "manifest": str(manifest),
-            } if 0 <= whole <= number and (before is None or 0 <= before < number):
-                if digest != _digest(found):
-                    raise CorruptError(
-                        f"{where}: it does not have the checksum it was written with: it was "
-                        "changed since; load another version"
-                    )
+            } if 0 <= whole <= number and (whole == number if before is None else before < number):
                 deltas = [_delta_file(row, where) for row in rows]
-                is_sound = len({delta.rank for delta in deltas}) == len(rows)
-                if is_sound and (before is not None or whole == number):
-                    return cls(number, whole, before, manifest, deltas)
+                return cls(number, whole, before, deltas, manifest)
         raise FormatError(f"{where}: this is no version of a live state that this ckpt reads")
-
-
-def _digest(fields: Mapping[str, object]) -> str:
-    text = json.dumps(fields, separators=(",", ":"), sort_keys=True)
-    return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def _delta_file(row: object, where: str) -> DeltaFile:
     match row:
-        case [int(rank), str(name), int(size), 1 | 2 | 4 | 8 as width, str(digest)] if size >= 0:
-            if rank >= 0 and name.endswith(DELTA) and set("/\\\0").isdisjoint(name):
-                return DeltaFile(rank, name, size, width, digest)
+        case [int(size), 1 | 2 | 4 | 8 as width, str(digest)] if size >= 0:
+            return DeltaFile(size, width, digest)
     raise FormatError(f"{where}: {row!r:.200} is no file with a delta")
 
 
@@ -157,32 +137,15 @@ def newest_version(
     return None
 
 
+def sizes_of(files: Sequence[ShardFile]) -> list[tuple[int, int, int, int]]:
+    """Returns the ranks and sizes of files, which are equal above one whole version (rule 3)."""
+    return [(file.rank, file.size, file.header_bytes, file.table_bytes) for file in files]
+
+
 def frame_area(nbytes: int, width: int) -> Area:
     """Returns the elements of a frame; single bytes, if its end would cut an element."""
     width = width if nbytes % width == 0 else 1
     return Area(0, width, (nbytes // width,), (width,), False)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A rank's shard file of a version in memory."""
-
-    live: str
-    """The URL of the version."""
-    shard: str
-    header_bytes: int
-    table_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Last:
-    """The version that was written last."""
-
-    number: int
-    whole: int
-    part: Part | None
-    manifest: Manifest | None
-    """On rank 0."""
 
 
 class Chain:
@@ -190,7 +153,10 @@ class Chain:
 
     def __init__(self, url: str, full_every: int, options: Options) -> None:
         self.url, self._every, self._options = url, full_every, dict(options or {})
-        self._last: _Last | None = None
+        self._part: tuple[str, str] | None = None
+        """The URL in memory of the version that was written last, and this rank's file of it."""
+        self._last: tuple[Link, Sequence[ShardFile]] | None = None
+        """That version; on rank 0."""
 
     def newest(self) -> int:
         """Returns the largest number in the folder, also of an unfinished version; or 0."""
@@ -214,25 +180,23 @@ class Chain:
         rank fails; the next version is whole then.
         """
         (number, live, manifest), (last, self._last) = version, (self._last, None)
-        found = load(manifest.encode(), live) if manifest else None
-        before = last if _is_alike(last, found) else None
+        files = load(manifest.encode(), live).files if manifest else ()
+        before = last[0] if last and sizes_of(last[1]) == sizes_of(files) else None
         is_whole = before is None or number - before.whole >= self._every
         decision = ranks.broadcast(json.dumps([is_whole, before is not None]).encode())
         is_whole, follows = json.loads(decision)
-        before = last if follows else None
-        mine = None
-        if part is not None:
-            mine = Part(live, part[0], part[1].header_bytes, part[1].table_bytes)
+        old, self._part = self._part if follows else None, part and (live, part[0])
 
         def write() -> ShardSummary | None:
-            if mine is None:
+            if part is None:
                 return None
             elsewhere = place_elsewhere(self.url, self._options)
             url, options = elsewhere or (self.url, self._options)
             place = version_url(url, number)
             job = {
-                "part": mine,
-                "before": None if before is None else before.part,
+                "live": (live, part[0]),
+                "before": old,
+                "summary": part[1],
                 "whole": version_url(url, number, WHOLE) if is_whole else None,
                 "url": place,
                 "options": options,
@@ -245,16 +209,19 @@ class Chain:
 
         written, error = result_or_error(write)
         records = ranks.gather("writing a version to a folder", pack_summary(written), error)
-        whole = number if is_whole or before is None else before.whole
 
         def commit() -> None:
-            if found is not None:  # on rank 0
-                deltas = [] if before is None else _deltas(found, records)
-                since = None if before is None else before.number
-                self._commit(Link(number, whole, since, manifest, deltas))
+            if ranks.rank == 0:
+                whole = number if is_whole or before is None else before.whole
+                deltas = list[DeltaFile]()
+                for file in files if before is not None else ():
+                    fact = unpack_summary(records[file.rank])
+                    deltas.append(DeltaFile(fact.size, fact.header_bytes, fact.digest))
+                link = Link(number, whole, before and before.number, deltas, manifest)
+                self._commit(link)
+                self._last = link, files
 
         ranks.run_on_all("committing a version in a folder", commit)
-        self._last = _Last(number, whole, mine, found)
 
     def _commit(self, link: Link) -> None:
         """Makes a version visible, and removes versions that no reader needs (rule 4)."""
@@ -290,18 +257,6 @@ class Chain:
                             old.remove_if_empty()
 
 
-def _is_alike(last: _Last | None, found: Manifest | None) -> bool:
-    """Whether two versions have the same tensors, in the same places of files (rule 3)."""
-    before = None if last is None else last.manifest
-    if before is None or found is None or before.tensors != found.tensors:
-        return False
-    mine, other = (
-        [(file.rank, file.size, file.header_bytes, file.table_bytes) for file in manifest.files]
-        for manifest in (before, found)
-    )
-    return mine == other
-
-
 def _width(plan: SavePlan) -> int:
     """Returns the bytes of the elements to which most bytes of a file belong."""
     sizes = Counter[int]()
@@ -310,37 +265,25 @@ def _width(plan: SavePlan) -> int:
     return max(sizes, key=sizes.__getitem__, default=1)
 
 
-def _deltas(found: Manifest, records: Sequence[bytes]) -> list[DeltaFile]:
-    """Returns the delta files of a version, by the answers of the ranks that wrote them."""
-    facts = [(file, unpack_summary(records[file.rank])) for file in found.files]
-    return [
-        DeltaFile(file.rank, file.name + DELTA, fact.size, fact.header_bytes, fact.digest)
-        for file, fact in facts
-    ]
-
-
 def write_part(
     job: Mapping[str, Any], data: memoryview, arena: int, advance: Callable[[int], None]
 ) -> ShardSummary:
     """Writes a rank's files of a version, in the writer process.
 
-    `job` has the `part`, that of the version `before` or None without a delta, the URLs of the
-    `whole` version, if it is one, and of the version, the `options` of their store, and the `width`
-    of most elements. Returns the size of the delta file, 0 without one, the width of its elements
-    in the place of the header's bytes, and the digest of its index.
+    `job` has the URL and the file of the `live` version, those of the version `before` or None
+    without a delta, the file's `summary`, the URLs of the `whole` version, if it is one, and of the
+    version, the `options` of their store, and the `width` of most elements. Returns the size of the
+    delta file, 0 without one, the width of its elements in the place of the header's bytes, and the
+    digest of its index.
     """
-    part: Part = job["part"]
-    nbytes, digest = 0, "-"
-    with open_store(part.live) as live:
+    (url, shard), nbytes, digest = job["live"], 0, "-"
+    with open_store(url) as live:
         if job["whole"] is not None:
-            size = live.size(part.shard)
-            with (
-                open_store(job["whole"], job["options"]) as whole,
-                whole.create(part.shard) as file,
-            ):
+            size = live.size(shard)
+            with open_store(job["whole"], job["options"]) as whole, whole.create(shard) as file:
                 for at in range(0, size, STEP_BYTES):
                     advance(at)
-                    with _lent(live, part.shard, at, min(STEP_BYTES, size - at)) as block:
+                    with _lent(live, shard, at, min(STEP_BYTES, size - at)) as block:
                         file.write([block])
         if job["before"] is not None:
             with open_store(job["url"], job["options"]) as folder:
@@ -352,33 +295,22 @@ def _write_delta(
     job: Mapping[str, Any], live: Store, folder: Store, advance: Callable[[int], None]
 ) -> tuple[int, str]:
     """Writes the delta file of a shard file; returns its size, and the digest of its index."""
-    part, old_part, width = job["part"], job["before"], job["width"]
-    end = live.size(part.shard) - part.table_bytes
-    head = live.read(part.shard, 0, part.header_bytes)
-    table = live.read(part.shard, end, part.table_bytes)
-    entries: list[bytes] = []
-    nbytes = len(head) + len(table)
-    with (
-        open_store(old_part.live) as before,
-        folder.create(f"{part.shard}{DELTA}") as file,
-    ):
-        if head != before.read(old_part.shard, 0, part.header_bytes):
-            raise StoreError(f"{live.url}/{part.shard}: the version before has other tensors in it")
+    (_, shard), (url, old_shard), summary = job["live"], job["before"], job["summary"]
+    end = summary.size - summary.table_bytes
+    head = live.read(shard, 0, summary.header_bytes)
+    table = live.read(shard, end, summary.table_bytes)
+    entries, nbytes = list[bytes](), len(head) + len(table)
+    with open_store(url) as before, folder.create(f"{shard}{DELTA}") as file:
         file.write([memoryview(head), memoryview(table)])
-        for at in range(part.header_bytes, end, FRAME_BYTES):
+        for at in range(0, end, FRAME_BYTES):
             advance(at)
             count = min(FRAME_BYTES, end - at)
-            area = frame_area(count, width)
-            with (
-                _lent(before, old_part.shard, at, count) as old,
-                _lent(live, part.shard, at, count) as new,
-            ):
-                is_equal = old == new
-                frame = b"" if is_equal else make_delta([area], [area.of(old)], [area.of(new)])
+            area = frame_area(count, job["width"])
+            with _lent(before, old_shard, at, count) as old, _lent(live, shard, at, count) as new:
+                frame = make_delta([area], [area.of(old)], [area.of(new)])
             entries.append(FRAME.pack(len(frame), xxhash.xxh3_64_intdigest(frame)))
             nbytes += len(frame)
-            if frame:
-                file.write([memoryview(frame)])
+            file.write([memoryview(frame)])
         index = b"".join(entries)
         file.write([memoryview(index)])
     return nbytes + len(index), xxhash.xxh3_128_hexdigest(index)

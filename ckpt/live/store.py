@@ -101,7 +101,6 @@ class LiveStore(ReadOnlyStore):
 
     delta_range_bytes = 1 << 20
     """Bytes that are changed and verified while they are in the processor's cache."""
-    has_parts, keeps, is_next = True, False, False
     refusal = (
         "this is a live state, which is only read; ckpt.publish makes one, and LiveState.update "
         "replaces it"

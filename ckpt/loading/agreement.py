@@ -5,8 +5,8 @@ plans its reads. The ranks then compare fingerprints of what they found, and all
 differences.
 
 [Note: kept matches]
-A job that follows a live state loads equal names into the same tensors again and again. While
-`ckpt.follow` runs, the match of one load is kept for the next one of the same address:
+A job that follows a live state or a folder loads equal names into the same tensors again and
+again. While `ckpt.follow` runs, the match of one load is kept for the next one of the same address:
 
 1. Of targets of modules and tensors alone, without a difference, in torch's ways of state dicts.
 2. It is used if the catalog has the same names, shapes and dtypes, and the target consists of the
@@ -22,9 +22,9 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 from warnings import warn
-from weakref import WeakValueDictionary, ref
+from weakref import ref
 
 import torch
 from torch import nn
@@ -50,7 +50,7 @@ from ckpt.plan.read_plan import BoxCopies, Limits, byte_ranges_of, requests_for
 from ckpt.state.memory import ORDINARY, check_mode, memory_of, torch_dtype
 from ckpt.state.saved import Saved
 from ckpt.stores.addresses import parse
-from ckpt.stores.store import Options, Store, is_live, is_newest
+from ckpt.stores.store import Kept, Options, Store, is_live, is_newest, kept_for
 from ckpt.transfer.record_sums import Verify
 from ckpt.transfer.run import SharedTargets
 from formats.catalog import Catalog
@@ -64,7 +64,6 @@ from sharding.errors import without_secrets
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ckpt.transfer.live_deltas import DeltaReader
     from sharding.agreement.ranks import Agreement
 
 _log = logging.getLogger("ckpt.load")
@@ -265,16 +264,16 @@ def _match(
 ) -> Matched:
     """Matches an opened checkpoint, perhaps under other `names`, with the target."""
     budget = memory_budget()
-    is_kept = bool(_KEPT) and names is None and is_live(source.store.url)
-    kept = _KEPT.get(parse(source.store.url).at(None).shown) if is_kept else None
+    is_kept = names is None and source.catalog.format == "ckpt"
+    kept = kept_for(source.store.url) if is_kept else None
     key = None if kept is None else _match_key(source.catalog, state, options, ranks)
-    fitted = None if kept is None else kept.take(key, state, ranks)
+    fitted = None if kept is None else _take(kept, key, state, ranks)
     if fitted is None:
         saved = Saved(source.catalog, options.fit.rename)
         fit = replace(options.fit, strict=options.fit.strict and not options.forgiven)
         fitted = match(saved, state, fit, ranks.mesh)
         if kept is not None:
-            kept.put(key, fitted)
+            kept.match = _without_targets(key, fitted)
     own_names = frozenset[str]() if names is None else names.own
     kept_names = tuple(
         d.name for d in fitted.differences if d.problem == "missing" and d.name in own_names
@@ -316,43 +315,28 @@ def _match(
     return replace(matched, plans=plans, share=_check_share(ranks, source, fitted, options))
 
 
-class KeptMatch:
-    """The match of the last load from a live state, for the next one (see [Note: kept matches])."""
-
-    def __init__(self) -> None:
-        self._kept: tuple[object, Match, list[ref[torch.Tensor]]] | None = None
-        """The key, the match without its targets, and these; one value, as threads may share it."""
-
-    def take(self, key: object, state: object, ranks: Ranks) -> Match | None:
-        """Returns the match if it is that of this key."""
-        kept = self._kept
-        if kept is None or key is None:
-            return None
-        own_key, found, known = kept
-        tensors = [tensor for item in known if (tensor := item()) is not None]
-        if key != own_key or len(tensors) < len(known):
-            return None
-        check_mode()
-        targets = [Target(item, describe(item, "", ranks.mesh)[0]) for item in tensors]
-        return replace(found, targets=targets, differences=[], install=lambda: state)
-
-    def put(self, key: object, found: Match) -> None:
-        """Keeps a match, unless a later load has more to do than to read tensors."""
-        others = (found.installs, found.checks, found.differences, found.unexpected, found.shared)
-        tensors = [target.given for target in found.targets]
-        known = [ref(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
-        is_whole = key is not None and not any(others) and len(known) == len(tensors)
-        self._kept = (
-            (key, replace(found, targets=[], install=type(None)), known) if is_whole else None
-        )
+def _take(kept: Kept, key: object, state: object, ranks: Ranks) -> Match | None:
+    """Returns the match that the last load has kept, if it is that of this key."""
+    last: tuple[object, Match, list[ref[torch.Tensor]]] | None = kept.match
+    if last is None or key is None:
+        return None
+    own_key, found, known = last
+    tensors = [tensor for item in known if (tensor := item()) is not None]
+    if key != own_key or len(tensors) < len(known):
+        return None
+    check_mode()
+    targets = [Target(item, describe(item, "", ranks.mesh)[0]) for item in tensors]
+    return replace(found, targets=targets, differences=[], install=lambda: state)
 
 
-_KEPT: WeakValueDictionary[str, KeptMatch] = WeakValueDictionary()
-
-
-def keep_match(url: str) -> KeptMatch:
-    """Returns an object; as long as it lives, loads from this live state keep their match."""
-    return _KEPT.setdefault(parse(url).at(None).shown, KeptMatch())
+def _without_targets(key: object, found: Match) -> tuple[object, Match, list[ref[Any]]] | None:
+    """Returns what is kept of a match: None if a later load has more to do than to read tensors."""
+    others = (found.installs, found.checks, found.differences, found.unexpected, found.shared)
+    tensors = [target.given for target in found.targets]
+    known = [ref(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    if key is None or any(others) or len(known) < len(tensors):
+        return None
+    return key, replace(found, targets=[], install=type(None)), known
 
 
 def _match_key(catalog: Catalog, state: object, options: LoadOptions, ranks: Ranks) -> object:
@@ -412,8 +396,6 @@ def _module_key(module: nn.Module, key: list[object]) -> bool:
 PROBE_BYTES = 64 << 10
 PAYS = 0.5
 """The part of the bytes up to which a delta of the probe tells that deltas pay."""
-PROBES = 8
-"""The most tensors that are tried."""
 PROBE_ELEMENTS = 4096
 """The elements of a tensor that is likely to differ in models that differ."""
 
@@ -428,7 +410,7 @@ def _has_base(source: Source, found: Match, rank: int, options: LoadOptions) -> 
     is_here = is_live(store.url) and not is_far_live(store)
     if options.unchanged == "read" or is_here or not hasattr(store, "delta"):
         return False
-    if cast("DeltaReader", store).is_next:
+    if getattr(store, "is_next", False):
         return True
     records = source.catalog.tensors
     pairs = [(item, found.targets[item.target].local) for item in found.items]
@@ -438,19 +420,18 @@ def _has_base(source: Source, found: Match, rank: int, options: LoadOptions) -> 
         if local.numel() >= PROBE_ELEMENTS
         and local.dtype == torch_dtype(records[item.source].dtype.torch_name)
     ]
-    likely.sort(key=lambda pair: (pair[1].ndim < 2, pair[1].numel()))
+    if not likely:
+        return False
     from ckpt.transfer.live_deltas import apply_delta  # zstandard is for those who need it
 
+    item, local = min(likely, key=lambda pair: (pair[1].ndim < 2, pair[1].numel()))
+    requests = requests_for(records[item.source], item.layout.pieces(rank))
     limits = Limits(PROBE_BYTES, PROBE_BYTES, PROBE_BYTES)
-    for item, local in likely[:PROBES]:
-        requests = requests_for(records[item.source], item.layout.pieces(rank))
-        ranges = byte_ranges_of(requests, verify=True, limits=limits)
-        largest = [max(ranges, key=lambda pair: pair.wanted_bytes)]
-        copy = torch.empty(local.shape, dtype=local.dtype).copy_(local)
-        applied = apply_delta(store, largest, [memory_of(copy)], PAYS)
-        if applied is None or not (applied.is_base and applied.left):
-            return applied is not None and not applied.left
-    return False  # there are no deltas of such parts
+    ranges = byte_ranges_of(requests, verify=True, limits=limits)
+    largest = [max(ranges, key=lambda pair: pair.wanted_bytes)]
+    copy = torch.empty(local.shape, dtype=local.dtype).copy_(local)
+    applied = apply_delta(store, largest, [memory_of(copy)], PAYS)
+    return applied is not None and not applied.left
 
 
 def is_far_live(store: Store) -> bool:

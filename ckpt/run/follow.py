@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpt.errors import WaitTimeoutError
 from ckpt.live.chain import newest_version, version_numbers
 from ckpt.live.store import LiveStore
-from ckpt.live.stored_version import keep_sums
 from ckpt.live.swarm import sharing
-from ckpt.loading.agreement import keep_match
 from ckpt.run.policy import RunStep
 from ckpt.run.steps import list_steps
 from ckpt.stores.addresses import LiveUrl, parse
-from ckpt.stores.store import Options, is_live, join_url, open_store
+from ckpt.stores.store import Options, is_live, join_url, keep, open_store
 from formats.native.manifest import MANIFEST
 from sharding.agreement.ranks import Ranks, result_or_error
 from sharding.errors import ArgumentError
@@ -157,7 +155,7 @@ def _versions(
         store = stack.enter_context(LiveStore(url, options or {})) if is_live(url) else None
         if share:
             stack.enter_context(sharing(url, options or {}))
-        kept = keep_sums(url) if store is None else keep_match(url)  # noqa: F841 - while this runs
+        kept = keep(url)  # noqa: F841 - while this runs
         if store is None:
             look = _looks_at_folder(url, look_seconds, options)
         else:

@@ -22,6 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote
+from weakref import WeakValueDictionary
 
 from ckpt.errors import StoreError
 from ckpt.stores.addresses import SCHEME, TOKEN, parse
@@ -408,6 +409,30 @@ def is_one_version(url: str) -> bool:
 def is_newest(url: str) -> bool:
     """Whether the URL means the newest version of a live state."""
     return is_live(url) and parse(url).version is None
+
+
+class Kept:
+    """What loads leave for those of the next version, while a job follows their address."""
+
+    def __init__(self) -> None:
+        self.match: Any = None
+        """For `ckpt.loading.agreement`; one value, as threads share it."""
+        self.sums: dict[int, dict[object, bytes]] = {}
+        """For `ckpt.live.stored_version`: the checksums by version and part of a file."""
+
+
+_KEPT: WeakValueDictionary[str, Kept] = WeakValueDictionary()
+
+
+def keep(url: str) -> Kept:
+    """Returns an object that loads from this live state or folder have, as long as it lives."""
+    place = parse(url).shown if is_live(url) else absolute(url)
+    return _KEPT.setdefault(place.rstrip("/"), Kept())
+
+
+def kept_for(version: str) -> Kept | None:
+    """Returns the object of `keep` for the URL of a version; None if nobody follows its address."""
+    return _KEPT.get(absolute(split_url(version)[0]).rstrip("/")) if _KEPT else None
 
 
 def place_elsewhere(

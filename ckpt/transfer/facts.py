@@ -32,18 +32,19 @@ import xxhash
 
 from ckpt.stores.store import Store, split_url
 from formats.detect import SHARD
-from formats.errors import CorruptError, FormatError, UnsupportedError
+from formats.errors import FormatError, UnsupportedError
 from formats.limits import current
 from formats.native.manifest import (
-    DIGEST_KEY,
     MANIFEST,
     Base,
     BaseFile,
     Manifest,
+    checked_body,
     is_table,
     leading_entries,
     load,
     read_manifest,
+    with_digest,
 )
 from formats.storage import Pool
 from sharding.errors import ArgumentError
@@ -498,16 +499,12 @@ def _index_of(known: Mapping[str, Known]) -> bytes:
         {"format": "ckpt-index", "version": INDEX_VERSION, "steps": steps, "texts": [*shared]},
         separators=(",", ":"),
     ).encode()
-    return DIGEST_KEY + xxhash.xxh3_128_hexdigest(body).encode() + b'",' + body[1:]
+    return with_digest(body)
 
 
 def _index_in(data: bytes) -> dict[str, Known]:
     """Returns the content of an index. Raises FormatError or an error of its content."""
-    start = len(DIGEST_KEY) + 32
-    body = b"{" + data[start + 2 :]
-    if data[:start] != DIGEST_KEY + xxhash.xxh3_128_hexdigest(body).encode():
-        raise CorruptError("its bytes do not have the digest that they claim")
-    content = json.loads(body)
+    content = json.loads(checked_body(data, INDEX))
     if content["version"] != INDEX_VERSION:
         raise UnsupportedError(f"it has the version {content['version']}")
     texts = content["texts"]

@@ -8,8 +8,7 @@ Rules:
 
 1. An area is cut into pieces of at most `PIECE_BYTES`, by its shape alone, so that both sides cut
    alike. A piece with few changes has the distances between its changed elements and, for each,
-   old XOR new. A piece with many has old XOR new of all elements, if that compresses well, or else
-   travels whole.
+   old XOR new. A piece with many has old XOR new of all elements.
 2. The reader proves its result, not its base: the bytes have the checksums of the version's table,
    or, where the area is no whole chunk, those that the server sends. With another base the result
    is wrong, and the reader reads the bytes as if there were no deltas.
@@ -21,7 +20,6 @@ Rules:
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from math import inf, prod
@@ -42,12 +40,8 @@ WIDTHS = (1, 2, 4, 8)
 """The bytes of elements of which there are deltas."""
 FEW = 4
 """The elements of a piece for each of its changed elements, if these are few."""
-ALL = 0xFFFF_FFFE
+ALL = 0xFFFF_FFFF
 """The count of a piece with old XOR new of all elements."""
-WHOLE = 0xFFFF_FFFF
-"""The count of a piece that travels whole."""
-PAYS, TRIED = 0.8, 1 << 16
-"""The part of its bytes to which old XOR new of so many elements must compress to pay."""
 PIECE_BYTES = 1 << 20
 """The most bytes of a piece: old, new and their XOR stay in the processor's cache."""
 LITTLE_BYTES = 32 << 10
@@ -55,8 +49,6 @@ LITTLE_BYTES = 32 << 10
 WORD = 8
 SUM_BYTES = 16
 LEVEL = 1
-_SIZES = struct.Struct("<3I")
-"""The bytes of the compressed numbers, of these decompressed, and of the checksums."""
 
 Array: TypeAlias = "np.ndarray"
 
@@ -191,42 +183,31 @@ def _gaps(places: Array) -> Array:
 def make_delta(areas: Sequence[Area], old: Sequence[Array], new: Sequence[Array]) -> bytes:
     """Returns the delta of areas, from the elements before to those after."""
     numbers: list[bytes] = []
-    sums: list[bytes] = []
-    whole: list[bytes] = []
-    compressor = zstandard.ZstdCompressor(LEVEL)
     # Of all pieces: new memory costs more than the work in it.
     differences, copied = np.empty((2, PIECE_BYTES), "u1")
     flags = np.empty(PIECE_BYTES // WORD, bool)
     for area, before, after in zip(areas, old, new, strict=True):
         counts, gaps, values = [], [], []
-        dense: list[bytes] = []
-        pays: bool | None = None  # of the first piece with many changes, for all of its area
+        rest: list[bytes] = []
         for here, there in zip(_pieces(before), _pieces(after), strict=True):
-            if area.has_sums:
-                flat = _flat(there, copied)
-                sums.append(xxhash.xxh3_128_digest(flat.data))
-                there = flat.reshape(here.shape)
+            flat = _flat(there, copied) if area.has_sums else there
             target = differences[: here.nbytes].view(here.dtype).reshape(here.shape)
-            xor = np.bitwise_xor(here, there, out=target).reshape(-1)
+            xor = np.bitwise_xor(here, flat.reshape(here.shape), out=target).reshape(-1)
             changes = _few_changes(xor, flags)
-            if changes is not None:
+            if changes is None:
+                counts.append(ALL)
+                rest.append(_planes(xor))
+            else:
                 counts.append(len(changes[0]))
                 gaps.append(_gaps(changes[0]))
                 values.append(changes[1])
-                continue
-            if pays is None:
-                tried = _planes(xor[:TRIED])
-                pays = len(compressor.compress(tried)) <= PAYS * len(tried)
-            counts.append(ALL if pays else WHOLE)
-            (dense if pays else whole).append(_planes(xor) if pays else there.tobytes())
+            if area.has_sums:
+                rest.append(xxhash.xxh3_128_digest(flat.data))
         numbers.append(np.array(counts, "<u4").tobytes())
         if gaps:
             numbers += [_planes(np.concatenate(gaps)), _planes(np.concatenate(values))]
-        numbers += dense
-    plain = b"".join(numbers)
-    packed = compressor.compress(plain)
-    checks = b"".join(sums)
-    return b"".join((_SIZES.pack(len(packed), len(plain), len(checks)), packed, checks, *whole))
+        numbers += rest
+    return zstandard.ZstdCompressor(LEVEL).compress(b"".join(numbers))
 
 
 def _planes(numbers: Array) -> bytes:
@@ -240,24 +221,13 @@ class Delta:
     def __init__(self, data: bytes, areas: Sequence[Area]) -> None:
         """Raises FormatError for bytes that are no delta of these areas."""
         self.nbytes = len(data)
-        try:
-            packed, plain, checks = _SIZES.unpack_from(data)
-        except struct.error:
-            raise FormatError(f"{len(data)} bytes are no delta") from None
         most = sum(area.nbytes + 4 * area.nbytes // area.width + 64 for area in areas)
-        at = _SIZES.size
-        if plain > most or at + packed + checks > len(data):
-            raise FormatError("the delta is longer than its areas")
         try:
-            numbers = zstandard.ZstdDecompressor().decompress(data[at : at + packed], plain)
+            if zstandard.frame_content_size(data) > most:
+                raise FormatError("the delta is longer than its areas")
+            self._numbers = memoryview(zstandard.ZstdDecompressor().decompress(data))
         except zstandard.ZstdError as error:
             raise FormatError(f"the delta does not decompress: {error}") from None
-        if len(numbers) != plain:
-            raise FormatError("the delta has another length than it says")
-        view, at = memoryview(data), at + packed
-        self._numbers = _Taken(memoryview(numbers))
-        self._sums = _Taken(view[at : at + checks])
-        self._whole = _Taken(view[at + checks :])
 
     def apply(self, area: Area, target: Array) -> bool:
         """Changes the elements of the next area; returns whether they have the sums that came.
@@ -265,7 +235,7 @@ class Delta:
         True for an area without sums, which the caller compares. Raises FormatError.
         """
         pieces = [*_pieces(target)]
-        counts = np.frombuffer(self._numbers.take(4 * len(pieces)), "<u4").tolist()
+        counts = np.frombuffer(self._take(4 * len(pieces)), "<u4").tolist()
         ends = [*accumulate((count if count < ALL else 0 for count in counts), initial=0)]
         if ends[-1] > target.size:
             raise FormatError("an area has more changes than elements")
@@ -274,9 +244,7 @@ class Delta:
         is_right = True
         for piece, count, (lo, hi) in zip(pieces, counts, pairwise(ends), strict=True):
             flat = np.ascontiguousarray(piece).reshape(-1)
-            if count == WHOLE:
-                flat[:] = np.frombuffer(self._whole.take(flat.nbytes), flat.dtype)
-            elif count == ALL:
+            if count == ALL:
                 flat ^= self._take_planes(flat.size, area.width)
             elif count:
                 places = np.cumsum(gaps[lo:hi], dtype="i8")
@@ -285,31 +253,23 @@ class Delta:
                     raise FormatError("a change lies behind its piece")
                 flat[places] ^= values[lo:hi]
             if area.has_sums:
-                is_right &= xxhash.xxh3_128_digest(flat.data) == self._sums.take(SUM_BYTES)
+                is_right &= xxhash.xxh3_128_digest(flat.data) == self._take(SUM_BYTES)
             if count and not np.shares_memory(flat, piece):
                 piece[...] = flat.reshape(piece.shape)
         return is_right
 
     def _take_planes(self, count: int, width: int) -> Array:
-        planes = np.frombuffer(self._numbers.take(count * width), "u1").reshape(width, count)
+        planes = np.frombuffer(self._take(count * width), "u1").reshape(width, count)
         numbers: Array = np.empty(count, f"<u{width}")
         for at, plane in enumerate(planes):
             numbers.view("u1")[at::width] = plane
         return numbers
 
-
-class _Taken:
-    """Bytes that are taken from the front."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data, self._at = data, 0
-
-    def take(self, nbytes: int) -> memoryview:
+    def _take(self, nbytes: int) -> memoryview:
         """Returns the next bytes. Raises FormatError if there are fewer."""
-        found = self._data[self._at : self._at + nbytes]
+        found, self._numbers = self._numbers[:nbytes], self._numbers[nbytes:]
         if len(found) < nbytes:
             raise FormatError("the delta ends too early")
-        self._at += nbytes
         return found
 
 
@@ -319,32 +279,24 @@ class AnyDelta(Protocol):
     nbytes: int
     """Bytes of it that were read."""
 
-    def apply(self, area: Area, target: Array) -> bool:
-        """As `Delta.apply`."""
+    def apply(self, area: Area, target: Array) -> bool | None:
+        """As `Delta.apply`; None, and nothing has changed, where nobody knows a part's bytes."""
         ...
 
 
 class DeltaReader(Reader, Protocol):
-    """A reader that may have deltas since a version that a target has."""
+    """A reader that may have deltas since a version that a target has.
+
+    If it has a method `keep(file, areas)`, it is told of areas, with their elements, that have this
+    version now. These are no whole chunks: no checksum of the version tells about them. Its
+    `is_next` then tells that a load before has left what it knows.
+    """
 
     delta_range_bytes: int
     """The best size of a range of which there is a delta."""
-    has_parts: bool
-    """Whether there are deltas of areas that are no whole chunks."""
-    keeps: bool
-    """Whether the reader wants to know what loads have left in such areas."""
-    is_next: bool
-    """Whether there was a load before, of which it knows that."""
 
     def delta(self, name: str, areas: Sequence[Area]) -> AnyDelta | None:
         """Returns the delta of areas of a file. None if there is none; raises FormatError."""
-        ...
-
-    def keep(self, name: str, areas: Sequence[tuple[Area, Array]]) -> None:
-        """Is told of areas of a file, with their elements, that have this version now.
-
-        These are no whole chunks: no checksum of the version tells about them.
-        """
         ...
 
 
@@ -354,7 +306,7 @@ class Applied(NamedTuple):
     left: list[ByteRange]
     """The ranges that are to be read."""
     is_base: bool
-    """Whether all bytes for which there was a delta are right."""
+    """Whether no bytes for which there was a delta are wrong."""
 
 
 def apply_delta(
@@ -369,41 +321,33 @@ def apply_delta(
     after an answer that is no delta. None if the reader gives no delta, or one of more than
     `most_part` of the bytes; nothing has changed then.
     """
-    if not hasattr(reader, "delta"):
-        return None
-    asked = cast("DeltaReader", reader)
-    found = [(span, _area_of(span)) for span in ranges]
-    some = [
-        (span, area)
-        for span, area in found
-        if area is not None and (asked.has_parts or not area.has_sums)
-    ]
-    if not some:
+    found = [_area_of(span) for span in ranges]
+    areas = [area for area in found if area is not None]
+    if not areas:
         return Applied([*ranges], True)
-    areas, right = [area for _, area in some], set[int]()
     try:
-        delta = asked.delta(ranges[0].file, areas)
+        delta = cast("DeltaReader", reader).delta(ranges[0].file, areas)
         if delta is None or delta.nbytes > most_part * sum(area.nbytes for area in areas):
             return None
-        for span, area in some:
-            if _is_brought(span, area, delta, targets[span.request.target]):
-                right.add(id(span))
+        brought = [
+            area and _is_brought(span, area, delta, targets[span.request.target])
+            for span, area in zip(ranges, found, strict=True)
+        ]
     except FormatError:  # it was damaged
-        right.clear()
-    return Applied([span for span in ranges if id(span) not in right], len(right) == len(some))
+        return Applied([*ranges], False)
+    left = [span for span, is_right in zip(ranges, brought, strict=True) if not is_right]
+    return Applied(left, False not in brought)
 
 
-def keep_areas(reader: Reader, ranges: Sequence[ByteRange], targets: Sequence[memoryview]) -> None:
-    """Tells a reader of deltas of the ranges of one file that are in their targets."""
-    found = [(span, _area_of(span)) for span in ranges]
-    cast("DeltaReader", reader).keep(
-        ranges[0].file,
-        [
-            (area, _own(span, area, targets[span.request.target]))
-            for span, area in found
-            if area is not None and area.has_sums
-        ],
-    )
+def parts_in(
+    ranges: Sequence[ByteRange], targets: Sequence[memoryview]
+) -> list[tuple[Area, Array]]:
+    """Returns the areas of ranges that are no whole chunks, with their elements in the targets."""
+    return [
+        (area, _own(span, area, targets[span.request.target]))
+        for span in ranges
+        if (area := _area_of(span)) is not None and area.has_sums
+    ]
 
 
 def _area_of(span: ByteRange) -> Area | None:
@@ -420,7 +364,7 @@ def _area_of(span: ByteRange) -> Area | None:
     return area if area.nbytes <= MOST_BYTES else None
 
 
-def _is_brought(span: ByteRange, area: Area, delta: AnyDelta, memory: memoryview) -> bool:
+def _is_brought(span: ByteRange, area: Area, delta: AnyDelta, memory: memoryview) -> bool | None:
     """Applies a delta to a range of a target; returns whether its bytes are right (rule 2)."""
     chunks = span.request.extent.chunks
     is_right = delta.apply(area, _own(span, area, memory))

@@ -223,7 +223,7 @@ class RangeReader:
         self._policy = policy
         self._workers, self._limits = policy.workers, policy.limits
         self._unchanged, self._share = policy.unchanged, policy.share
-        self._keeps = getattr(reader, "keeps", False)
+        self._keep: Callable[[str, object], None] | None = getattr(reader, "keep", None)
         self._misses = 0
         """The groups of ranges whose target did not have the version before."""
         self._scratch = threading.local()
@@ -273,10 +273,10 @@ class RangeReader:
             left = self._without_delta(group, call) if is_delta else group
             for part in groups_of(left, self._limits) if is_delta else [left]:
                 self._do(part, call)
-            if self._keeps:
-                from ckpt.transfer.live_deltas import keep_areas  # as below
+            if self._keep is not None:
+                from ckpt.transfer.live_deltas import parts_in  # as below
 
-                keep_areas(self.reader, group, call.targets)
+                self._keep(group[0].file, parts_in(group, call.targets))
             if progress is not None:
                 progress(sum(byte_range.wanted_bytes for byte_range in group))
 

@@ -181,9 +181,7 @@ def dump(manifest: Manifest) -> bytes:
             **({"versions": versions} if versions else {}),
         }
     )
-    body = body[:-1] + b',"state":' + state + b"}"
-    digest = xxhash.xxh3_128_hexdigest(body).encode("ascii")
-    return DIGEST_KEY + digest + b'",' + body[1:]
+    return with_digest(body[:-1] + b',"state":' + state + b"}")
 
 
 def read_manifest(reader: Reader, name: str = MANIFEST) -> bytes:
@@ -198,6 +196,11 @@ def read_manifest(reader: Reader, name: str = MANIFEST) -> bytes:
     except TooLargeError as error:
         check("manifest_bytes", error.nbytes, f"{reader.url}/{name}")
         raise
+
+
+def with_digest(body: bytes) -> bytes:
+    """Returns a JSON object without spaces, with its digest as the first key (rule 1)."""
+    return DIGEST_KEY + xxhash.xxh3_128_hexdigest(body).encode() + b'",' + body[1:]
 
 
 def is_intact(data: bytes) -> bool:
@@ -254,7 +257,7 @@ def load(data: bytes, file: str = MANIFEST, stored: bool = True) -> Manifest:
         UnsupportedError: a later version of ckpt wrote the manifest.
         HostileError, FormatError: the manifest breaks a rule that all writers keep.
     """
-    body = _checked_body(data, file)
+    body = checked_body(data, file)
     try:
         content = cast("dict[str, Json]", decode_object(body, file, lone=True))
         return Loader(file, content, len(data), stored).manifest()
@@ -267,7 +270,7 @@ def file_names(data: bytes, file: str = MANIFEST) -> list[str]:
 
     Raises as `load` does.
     """
-    found = leading_entries(_checked_body(data, file).decode("utf-8", "replace"))
+    found = leading_entries(checked_body(data, file).decode("utf-8", "replace"))
     rows, version = found.get("files"), found.get("version")
     is_known = found.get("format") == "ckpt" and version in range(VERSION, TYPED_VERSION + 1)
     if not is_known or not is_table(rows):
@@ -298,8 +301,8 @@ def is_table(rows: object) -> TypeGuard[list[list[Any]]]:
     )
 
 
-def _checked_body(data: bytes, file: str) -> bytes:
-    """Returns a manifest without its digest, which is compared."""
+def checked_body(data: bytes, file: str) -> bytes:
+    """Returns an object of `with_digest` without its digest. Raises CorruptError if it differs."""
     start = len(DIGEST_KEY) + 32
     digest = data[len(DIGEST_KEY) : start]
     if (

@@ -25,6 +25,7 @@ import zstandard
 import ckpt
 from ckpt.live.chain import FRAME_BYTES, LIVE_VERSION
 from ckpt.live.stored_version import StoredVersion
+from ckpt.loading import agreement
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.store import open_store
 from ckpt.transfer.live_deltas import Area
@@ -206,35 +207,35 @@ def test_a_version_is_a_checkpoint_for_every_reader(
 
 def data_by_the_page(chain: Path, number: int) -> bytes:
     """The bytes of a version's only shard file, read as docs/format.md says, without ckpt."""
-    told = json.loads((chain / f"version-{number:08d}" / "live-version.json").read_text())
+    text = (chain / f"version-{number:08d}" / "live-version.json").read_bytes()
+    told = json.loads(text)
+    assert text.startswith(b'{"digest":"' + told["digest"].encode() + b'",')
+    assert xxhash.xxh3_128_hexdigest(b"{" + text[45:]) == told["digest"]
     name, _, size, header_bytes, table_bytes, _ = json.loads(told["manifest"])["files"][0]
     if told["whole"] == number:
         return (chain / f"full-{number:08d}" / name).read_bytes()
-    before = data_by_the_page(chain, told["before"])
-    [[_, file, delta_bytes, width, digest]] = told["deltas"]
-    delta = (chain / f"version-{number:08d}" / file).read_bytes()
+    data = bytearray(data_by_the_page(chain, told["before"])[: size - table_bytes])
+    [[delta_bytes, width, digest]] = told["deltas"]
+    delta = (chain / f"version-{number:08d}" / f"{name}.delta").read_bytes()
     assert len(delta) == delta_bytes
-    head, table = delta[:header_bytes], delta[header_bytes : header_bytes + table_bytes]
-    data = bytearray(before[header_bytes : size - table_bytes])
-    count = -(-len(data) // 2**20)
-    index = delta[len(delta) - 12 * count :]
+    index = delta[len(delta) - 12 * -(-len(data) // 2**20) :]
     assert xxhash.xxh3_128_hexdigest(index) == digest
+    head, table = delta[:header_bytes], delta[header_bytes : header_bytes + table_bytes]
     at = header_bytes + table_bytes
     for frame, (length, check) in enumerate(struct.iter_unpack("<IQ", index)):
         part = delta[at : at + length]
         at += length
         assert xxhash.xxh3_64_intdigest(part) == check
-        if length:
-            lo, hi = frame * 2**20, min((frame + 1) * 2**20, len(data))
-            each = width if (hi - lo) % width == 0 else 1
-            old = np.frombuffer(bytes(data[lo:hi]), f"<u{each}").copy()
-            data[lo:hi] = frame_by_the_page(part, old, each).tobytes()
-    return head + bytes(data) + table
+        lo, hi = frame * 2**20, min((frame + 1) * 2**20, len(data))
+        each = width if (hi - lo) % width == 0 else 1
+        old = np.frombuffer(bytes(data[lo:hi]), f"<u{each}").copy()
+        data[lo:hi] = frame_by_the_page(part, old, each).tobytes()
+    assert data.startswith(head)
+    return bytes(data) + table
 
 
 def frame_by_the_page(part: bytes, found: Any, each: int) -> Any:
-    packed, plain, _ = struct.unpack_from("<3I", part)
-    numbers = zstandard.ZstdDecompressor().decompress(part[12 : 12 + packed], plain)
+    numbers = zstandard.ZstdDecompressor().decompress(part)
     (count,) = struct.unpack_from("<I", numbers)
 
     def planes(at: int, length: int, width: int) -> Any:
@@ -242,8 +243,6 @@ def frame_by_the_page(part: bytes, found: Any, each: int) -> Any:
         return np.ascontiguousarray(planes.T).view(f"<u{width}").reshape(-1)
 
     if count == 2**32 - 1:
-        return np.frombuffer(part[12 + packed :], found.dtype)
-    if count == 2**32 - 2:
         return found ^ planes(4, len(found), each)
     place, values = -1, planes(4 + 4 * count, count, each)
     for distance, value in zip(planes(4, count, 4).tolist(), values, strict=True):
@@ -427,6 +426,16 @@ def test_in_memory_of_this_process_a_thread_writes_the_chain(alone: None) -> Non
     assert torch.equal(ckpt.load(version.url, zeros())["matrix"], whole(3)["matrix"])
 
 
+def test_a_follower_of_a_folder_matches_names_once(alone: None, tmp_path: Path) -> None:
+    state, versions = zeros(), ckpt.follow(tmp_path, timeout=SECONDS, look_seconds=0)
+    with patch.object(agreement, "match", side_effect=agreement.match) as matched:
+        for version in (1, 2):
+            publish(tmp_path, f"match-{version}", 1)
+            ckpt.load(next(versions).url, state)
+    assert matched.call_count == 1
+    assert torch.equal(state["matrix"], whole(1)["matrix"])
+
+
 def test_neighbouring_frames_come_together_from_a_store_that_takes_time(alone: None) -> None:
     state, url = whole(1), "memory://far-chain"
     with ckpt.publish(state, "far", through=url) as live:
@@ -434,12 +443,12 @@ def test_neighbouring_frames_come_together_from_a_store_that_takes_time(alone: N
             state[name].copy_(tensor)
         live.update().wait(SECONDS)
     with open_store(f"{url}/version-00000002") as store, StoredVersion(store) as version:
-        ((name, rank),) = version._ranks.items()
-        begin, nbytes = version._newest.files[rank].header_bytes, version._newest.data_bytes(rank)
+        (name,) = version._places
+        nbytes = version._newest.end(0)
         kind = type(store)
         with patch.object(kind, "read", autospec=True, side_effect=kind.read) as reads:
             areas = [
-                Area(begin + at, 1, (min(FRAME_BYTES, nbytes - at),), (1,), False)
+                Area(at, 1, (min(FRAME_BYTES, nbytes - at),), (1,), False)
                 for at in range(0, nbytes, FRAME_BYTES)
             ]
             delta = version.delta(name, areas)
