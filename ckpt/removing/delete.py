@@ -107,10 +107,9 @@ def was_deleted(
         _check_unpinned(store.url, store.options)
         if gone is not None:
             parent, _ = split_url(place)
-            beside = {
-                join_url(parent, name): name for name in (split_url(step)[1] for step in gone)
-            }
-            check_unused(store.url, options, {beside[step] for step in gone if step in beside})
+            names = {split_url(other)[1] for other in gone}
+            beside = {name for name in names if join_url(parent, name) in gone}
+            check_unused(store.url, options, beside)
             gone.add(place)
             return True
         if withdraw(store, data, look):
@@ -166,26 +165,19 @@ def delete_step(
     gone: set[str] | None = None,
     look: Callable[[], object] | None = None,
 ) -> None:
-    """Deletes a checkpoint of a run, as `was_deleted`; of a link to one, the link alone."""
-    link = link_at(place)
-    if link is None:
-        was_deleted(place, missing_ok, options, gone, look)
-    else:
-        remove_link(link, gone, look)
-
-
-def remove_link(
-    link: str, gone: set[str] | None = None, look: Callable[[], object] | None = None
-) -> None:
-    """Removes a link to a checkpoint; the checkpoint stays. `gone` and `look`: `was_deleted`.
+    """Deletes a checkpoint of a run, as `was_deleted`; of a link to one, the link alone.
 
     Raises InUseError if it is pinned, or a checkpoint beside it borrows from it by this name.
     """
+    link = link_at(place)
+    if link is None:
+        was_deleted(place, missing_ok, options, gone, look)
+        return
     parent, name = split_url(absolute(link))
     users = [
         borrower
         for borrower in borrowers(parent, name, None)
-        if join_url(parent, borrower) not in {*(gone or ())}
+        if join_url(parent, borrower) not in (gone or ())
     ]
     _check_unpinned(link, None)
     if users:
