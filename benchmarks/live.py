@@ -85,22 +85,22 @@ FLOORS = {
     TO_TMPFS: (RIVAL,),
     DCP: (RIVAL,),
 }
-"""The ways to compare with."""
+"""The ways to compare with: those in one host's memory with a copy, and some with a hash too."""
 
 
-def hand_over_rows(label: str, samples: measure.Samples) -> list[list[str]]:
-    """A row for each way."""
+def hand_over_rows(label: str, samples: measure.Samples, near: bool) -> list[list[str]]:
+    """A row for each way, with one ratio, or two if `near`."""
     rows = []
     for name, found in samples.items():
         ratios = []
         for other in FLOORS.get(name, ()):
             pairs = zip(found, samples[other], strict=True)
-            ratio = report.spread([one.seconds / floor.seconds for one, floor in pairs])
-            ratios.append(f"{ratio} × {other}")
+            ratios.append(report.spread([one.seconds / floor.seconds for one, floor in pairs]))
+        ratios += [""] * (1 + near - len(ratios))
         extra = f"{max(one.extra_bytes for one in found) / 2**20:.0f}"
         cpu = report.spread([one.cpu_seconds for one in found])
         seconds = report.spread([one.seconds for one in found])
-        rows.append([label, name, seconds, ", ".join(ratios), cpu, extra])
+        rows.append([label, name, seconds, *ratios, cpu, extra])
     return rows
 
 
@@ -115,7 +115,7 @@ def hand_overs(nbytes: int, rounds: int, near: bool) -> list[list[str]]:
             samples = measure.on_ranks(world, hand_over, *given)
         finally:
             shutil.rmtree(folder)
-        rows += hand_over_rows(f"{trainers} → {readers}", measure.joined(samples))
+        rows += hand_over_rows(f"{trainers} → {readers}", measure.joined(samples), near)
         report.say(f"{trainers} → {readers} is done")
     return rows
 
@@ -124,12 +124,14 @@ def tables(options: report.Options, which: Sequence[str] = TABLES) -> Iterator[r
     """The tables: of all ways between hosts, of those in one host's memory, beside a training."""
     os.environ.setdefault(RUNTIME, tempfile.mkdtemp(prefix="ckpt-bench-run-"))
     nbytes = round(options.gib * 2**30)
-    columns = ("ranks", "way", "seconds", "ratio", "CPU seconds", "extra MiB a rank")
+    first, last = ("ranks", "way", "seconds"), ("CPU seconds", "extra MiB a rank")
     if HAND_OVER in which:
         rows = hand_overs(nbytes, options.rounds, near=False)
-        yield report.Table(f"From trainers to readers, {options.gib:.3g} GiB", columns, rows)
+        title = f"From trainers to readers, {options.gib:.3g} GiB; ratio to {RIVAL}"
+        yield report.Table(f"{title}, TCP to {SENDFILE}", (*first, "ratio", *last), rows)
     if NEAR_ONES in which:
         rows = hand_overs(nbytes, NEAR_ROUNDS * options.rounds, near=True)
+        columns = (*first, "÷ copy", "÷ copy and hash", *last)
         yield report.Table(f"In the memory of one host, {options.gib:.3g} GiB", columns, rows)
     if TRAINING in which:
         rows = beside_training(nbytes, options.rounds, options.store)

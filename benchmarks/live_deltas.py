@@ -2,11 +2,11 @@
 
     python benchmarks/live_deltas.py --size-mb 500
 
-Every other tensor is cut along its columns by the readers. All readers have the version before. The
-rival does what trainers write by hand: it gathers whole tensors on rank 0, and broadcasts old XOR
-new, compressed by zstd, to readers that keep whole tensors and cut their parts from them. Its bytes
-count once for each reader, as gloo sends them. The server compares for a reader in a process of its
-own, whose processor time counts.
+Every other tensor is cut along its columns by the readers. All readers have the version before; a
+whole load, with `unchanged="read"`, takes no notice of it. The rival does what trainers write by
+hand: it gathers whole tensors on rank 0, and broadcasts old XOR new, compressed by zstd, to readers
+that keep whole tensors and cut their parts from them. Its bytes count once for each reader, as gloo
+sends them. The server compares for a reader in a process of its own, whose processor time counts.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ PARTS = (0.001, 0.01, 0.03, 0.1, 1.0, None)
 """The part of the elements of bfloat16 that changes; None for a step of AdamW, in float32."""
 STORED_PART = 0.01
 """The part for which the version also goes through a folder."""
-WHOLE, DELTA, RIVAL = "ckpt.load, unchanged=“read”", "ckpt.load", "gather, XOR, zstd, broadcast"
-STORED_WHOLE, STORED = "from a folder, unchanged=“read”", "from a folder"
+WHOLE, DELTA, RIVAL = "a whole load", "ckpt.load", "gather, XOR, zstd, broadcast"
+STORED_WHOLE, STORED = "whole, from a folder", "from a folder"
 TRAINERS, READERS = 2, 3
 
 

@@ -54,7 +54,7 @@ QUOTES = (
     Quote("rows saved, columns loaded, 2 ranks", "reshard", "Reshard", ("2 → 2, columns",), "1.4"),
     *(
         Quote(
-            f"until training goes on, {when} save, {ranks} ranks",
+            f"stall of the {when} save, {ranks} ranks",
             "async_save",
             "Until training goes on",
             (f"{ranks}, {when}",),
@@ -136,30 +136,32 @@ def _quoted() -> list[tuple[Path, str]]:
 
 
 def _comparison() -> str:
-    head = ["", "floor, seconds", "ckpt", "torch DCP", "goal"]
+    head = ["", "floor, seconds", "ckpt ÷ floor", "torch DCP ÷ floor", "goal"]
     lines = ["|".join(["", *head, ""]), "|".join(["", *["-"] * len(head), ""])]
     for one in QUOTES:
         cells = [_cell(one, name) for name in (one.floor, one.ours, one.rival)]
-        goal = f"{one.goal} ×" if one.goal else ""
-        lines.append("|".join(["", one.label, *cells, goal, ""]))
+        lines.append("|".join(["", one.label, *cells, one.goal, ""]))
     return "\n".join(lines)
 
 
 def _cell(quote: Quote, name: str) -> str:
-    """The seconds of the floor, and the ratio of others to it with its spread."""
+    """The seconds of the floor, and the ratio of others to it, ours with its spread."""
     found = _row(quote, name)
     if found is None:
         return "–"
     seconds, ratio = found[0], found[1]
-    return seconds if name == quote.floor else f"{ratio} ×"
+    if name == quote.rival:
+        ratio = report.SPREAD.sub(r"\1", ratio)
+    return seconds if name == quote.floor else ratio
 
 
 def _row(quote: Quote, name: str) -> list[str] | None:
     """The cells after the name of a contestant: seconds and ratio come first."""
     section = _between(report.README.read_text(), quote.script).partition(f"### {quote.title}")[2]
+    first, named = "", (*quote.key, name)
     for line in section.partition("###")[0].splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        named = (*quote.key, name)
+        cells = [cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")]
+        first = cells[0] = cells[0] or first  # a page names what rows have in common once
         if tuple(cells[: len(named)]) == named:
             return cells[len(named) :]
     return None

@@ -30,12 +30,20 @@ README = ROOT / "benchmarks" / "README.md"
 MEASURED = ("ckpt", "sharding", "formats", "tools", "benchmarks/*.py")
 RATIOS = ("÷", "ratio", "step ÷", "CPU ÷")
 """How the head of a column of ratios begins."""
-LEFT_OUT = ("extra MiB a rank", "write calls", "losses of FSDP2, to the bit")
+LEFT_OUT = (
+    "extra MiB a rank",
+    "write calls",
+    "losses of FSDP2, to the bit",
+    "GB/s",
+    "MiB read by calls",
+)
 """The columns that a page does not show."""
 WAYS_LEFT_OUT = ("ckpt, verify=False", "the same, verify=False", "torch DCP, plans cached")
 """The rows that a page does not show: by the name of a way, which another row is close to."""
 TABLES_LEFT_OUT = ("Peak memory of ckpt fully_shard by the size of units", "Checksums of chunks")
 """How the titles of the tables begin that a page does not show."""
+NAMED_ONCE = 8
+"""The characters from which on a page names what its rows have in common in the first of them."""
 SPREAD = re.compile(r"^(\S+) \([^()]*–[^()]*\)$")
 """A cell of `spread`."""
 
@@ -91,19 +99,25 @@ class Table:
         return "\n".join([f"### {self.title}", "", *shown, ""])
 
     def brief(self) -> str:
-        """The table of a page: cells are not padded, and only ratios show their spread, if any.
+        """The table of a page: cells are not padded, and only ratios show their spread.
 
+        In a table without ratios the first column that has a spread shows it.
         It has not the columns of `LEFT_OUT` and the rows of `WAYS_LEFT_OUT`, for which a reader
-        runs the script.
+        runs the script. A long first cell stands in the first of its rows alone.
         """
         is_ratio = [one.startswith(RATIOS) for one in self.columns]
-        is_plain = [any(is_ratio) and not one for one in is_ratio]
+        if not any(is_ratio):
+            spreads = [any(map(SPREAD.match, cells)) for cells in zip(*self.rows, strict=True)]
+            is_ratio = [one and not any(spreads[:at]) for at, one in enumerate(spreads)]
         lines = [list(self.columns), ["-"] * len(self.columns)]
+        above = ""
         for row in self.rows:
             if not set(row[:2]).isdisjoint(WAYS_LEFT_OUT):
                 continue
-            cells = zip(row, is_plain, strict=True)
-            lines.append([SPREAD.sub(r"\1", cell) if plain else cell for cell, plain in cells])
+            is_named = row[0] == above and len(above) > NAMED_ONCE
+            cells = zip(["" if is_named else row[0], *row[1:]], is_ratio, strict=True)
+            above = row[0]
+            lines.append([cell if ratio else SPREAD.sub(r"\1", cell) for cell, ratio in cells])
         kept = [at for at, name in enumerate(self.columns) if name not in LEFT_OUT]
         shown = ("|".join(["", *(line[at] for at in kept), ""]) for line in lines)
         return "\n".join([f"### {self.title}", "", *shown, ""])
