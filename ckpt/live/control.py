@@ -134,46 +134,43 @@ class ControlServer:
 
     async def _answer(self, client: _Client, request: Request, descriptors: list[int]) -> Answer:
         """Returns the answer. Takes those descriptors out of the list that stay open."""
-        if isinstance(request, Put):
-            self._put(request, descriptors)
-            return {"ok": {}}, ()
-        if descriptors:
-            raise RefusedError("protocol", "only put comes with descriptors")
-        if isinstance(request, Get):
-            return self._get(client, request)
-        if isinstance(request, Take):
-            return self._take(client, request)
-        if isinstance(request, Retire):
-            overdue = await self._retire(request)
-            if isinstance(request, Reclaim):
-                return {"ok": {"held": self._drop(request.name, request.version, overdue)}}, ()
-            return {"ok": {"overdue": overdue}}, ()
-        return {"ok": self._apply(client, request)}, ()
-
-    def _apply(self, client: _Client, request: Request) -> dict[str, object]:
         table, host = self._host.table, self._host
-        if isinstance(request, Hello):
-            return {"address": list(host.address), "server": host.server, "pid": os.getpid()}
-        if isinstance(request, Versions):
-            versions = table.versions(request.name).items()
-            return {"versions": {str(number): version.json() for number, version in versions}}
-        if isinstance(request, Own):
-            table.own(request.name, request.keep_seconds)
-            client.owns.append(request.name)
-        elif isinstance(request, Commit):
-            table.commit(request.name, request.version, request.files, request.info)
-        elif isinstance(request, Remove):
-            table.remove(request.name, request.wait_seconds, monotonic())
-        elif isinstance(request, Drop):
-            return {"held": self._drop(request.name, request.version, request.overdue)}
-        host.notify()
-        return {}
-
-    def _put(self, request: Put, descriptors: list[int]) -> None:
-        file = memory_file(request.segments, descriptors)
-        self._host.table.put(request.name, request.version, request.file, file.nbytes)
-        self._host.files[request.name, request.version, request.file] = file
-        descriptors.clear()
+        found: dict[str, object] = {}
+        match request:
+            case Put():
+                file = memory_file(request.segments, descriptors)
+                table.put(request.name, request.version, request.file, file.nbytes)
+                host.files[request.name, request.version, request.file] = file
+                descriptors.clear()
+            case _ if descriptors:
+                raise RefusedError("protocol", "only put comes with descriptors")
+            case Get():
+                return self._get(client, request)
+            case Take():
+                return self._take(client, request)
+            case Reclaim():
+                overdue = await self._retire(request)
+                found["held"] = self._drop(request.name, request.version, overdue)
+            case Retire():
+                found["overdue"] = await self._retire(request)
+            case Drop():
+                found["held"] = self._drop(request.name, request.version, request.overdue)
+            case Hello():
+                found |= {"address": list(host.address), "server": host.server, "pid": os.getpid()}
+            case Versions():
+                versions = table.versions(request.name).items()
+                found["versions"] = {str(number): row.json() for number, row in versions}
+            case Own():
+                table.own(request.name, request.keep_seconds)
+                client.owns.append(request.name)
+                host.notify()
+            case Commit():
+                table.commit(request.name, request.version, request.files, request.info)
+                host.notify()
+            case Remove():
+                table.remove(request.name, request.wait_seconds, monotonic())
+                host.notify()
+        return {"ok": found}, ()
 
     def _get(self, client: _Client, request: Get) -> Answer:
         self._check_token(request.token)

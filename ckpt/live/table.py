@@ -19,7 +19,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -126,7 +126,12 @@ class Table:
 
     def put(self, name: str, version: int, file: str, nbytes: int) -> None:
         """Adds a file to a version that is not yet committed."""
-        self._writable(name, version, file).files[file] = nbytes
+        found = self._name(name)
+        row = found.versions.get(version)
+        if row is not None and file in row.files:
+            raise RefusedError("exists", f"{name}/{version}/{file} is here already")
+        self._check_rises(name, found, version)
+        found.versions.setdefault(version, _Version()).files[file] = nbytes
 
     def commit(
         self, name: str, version: int, files: Mapping[str, FileAt], info: Mapping[str, object]
@@ -274,17 +279,14 @@ class Table:
     def next_at(self) -> float | None:
         """Returns the time of the next change that comes by itself; None if there is none."""
         times = [lease.ends for lease in self.leases.values()]
-        times += [row.deadline for row in self._all() if row.phase is Phase.RETIRING and row.leases]
         for found in self._names.values():
+            rows = [row for row in found.versions.values() if row.phase is Phase.RETIRING]
+            times += [row.deadline for row in rows if row.leases]
             if found.ends is not None:
                 times.append(found.ends)
             elif found.kept_until is not None:
                 times.append(found.kept_until)
         return min(times, default=None)
-
-    def _all(self) -> Iterator[_Version]:
-        for found in self._names.values():
-            yield from found.versions.values()
 
     def _end(self, key: str) -> None:
         lease = self.leases.pop(key)
@@ -303,14 +305,6 @@ class Table:
         if version not in found.versions:
             raise self._missing(found, name, version, None)
         return found.versions[version]
-
-    def _writable(self, name: str, version: int, file: str) -> _Version:
-        found = self._name(name)
-        row = found.versions.get(version)
-        if row is not None and file in row.files:
-            raise RefusedError("exists", f"{name}/{version}/{file} is here already")
-        self._check_rises(name, found, version)
-        return found.versions.setdefault(version, _Version())
 
     def _check_rises(self, name: str, found: _Name, version: int) -> None:
         last = max(-1 if found.newest is None else found.newest, found.last_dropped)

@@ -75,18 +75,15 @@ class Area(NamedTuple):
         """Bytes from the first element to the end of the last one."""
         return self.width + sum((n - 1) * s for n, s in zip(self.shape, self.steps, strict=True))
 
-    def of(self, memory: memoryview) -> Array:
-        """Returns the elements in memory that begins with the first one."""
-        return _array(self, memory, 0, self.steps)
+    def of(self, memory: memoryview, at: int = 0, steps: tuple[int, ...] | None = None) -> Array:
+        """Returns the elements in memory, from byte `at` on; by default they lie as in the file."""
+        steps = self.steps if steps is None else steps
+        found: Array = np.ndarray(self.shape, f"u{self.width}", memory, at, steps)
+        return found
 
     def as_json(self) -> list[object]:
         """Returns the area as a value of a request."""
         return [self.offset, self.width, [*self.shape], [*self.steps], self.has_sums]
-
-
-def _array(area: Area, memory: memoryview, at: int, steps: tuple[int, ...]) -> Array:
-    found: Array = np.ndarray(area.shape, f"u{area.width}", memory, at, steps)
-    return found
 
 
 def areas_in(value: object) -> list[Area]:
@@ -379,4 +376,4 @@ def _own(span: ByteRange, area: Area, memory: memoryview) -> Array:
     if copy is None:
         return area.of(memory[span.at : span.at + span.hi - span.lo])
     steps = tuple(stride * area.width for stride in copy.target.strides)
-    return _array(area, memory, copy.target.at * area.width, steps)
+    return area.of(memory, copy.target.at * area.width, steps)
