@@ -64,6 +64,7 @@ from ckpt.live.protocol import (
     request_of,
 )
 from ckpt.live.shared_files import in_memory, memory_file
+from ckpt.live.table import unknown_name
 from ckpt.live.wire import Acceptor, Wire
 
 Answer = tuple[dict[str, object], tuple[int, ...]]
@@ -73,11 +74,11 @@ Answer = tuple[dict[str, object], tuple[int, ...]]
 @dataclass(slots=True, eq=False)
 class _Client:
     wire: Wire
-    owns: list[str] = field(default_factory=list)
-    got: set[tuple[str, int]] = field(default_factory=set)
+    owns: int = 0
+    got: set[int] = field(default_factory=set)
     """The versions of which the reader has descriptors."""
-    leases: list[tuple[str, str]] = field(default_factory=list)
-    """The names and keys of the leases that end with the connection."""
+    leases: list[str] = field(default_factory=list)
+    """The keys of the leases that end with the connection."""
 
 
 class ControlServer:
@@ -101,10 +102,10 @@ class ControlServer:
         finally:
             self._clients.discard(client)
             wire.close()  # before others hear of it
-            for name, key in client.leases:
-                self._host.release(name, [key])
-            for name in client.owns:
-                self._host.disown(name)
+            if client.leases:
+                self._host.release(client.leases)
+            for _ in range(client.owns):
+                self._host.disown()
 
     async def _serve_one(self, client: _Client) -> bool:
         waits = client.wire.ready(MOST_SECONDS)
@@ -136,11 +137,13 @@ class ControlServer:
         """Returns the answer. Takes those descriptors out of the list that stay open."""
         table, host = self._host.table, self._host
         found: dict[str, object] = {}
+        if not isinstance(request, Hello) and request.name != table.name:
+            raise unknown_name(request.name)
         match request:
             case Put():
                 file = memory_file(request.segments, descriptors)
-                table.put(request.name, request.version, request.file, file.nbytes)
-                host.files[request.name, request.version, request.file] = file
+                table.put(request.version, request.file, file.nbytes)
+                host.files[request.version, request.file] = file
                 descriptors.clear()
             case _ if descriptors:
                 raise RefusedError("protocol", "only put comes with descriptors")
@@ -150,59 +153,59 @@ class ControlServer:
                 return self._take(client, request)
             case Reclaim():
                 overdue = await self._retire(request)
-                found["held"] = self._drop(request.name, request.version, overdue)
+                found["held"] = self._drop(request.version, overdue)
             case Retire():
                 found["overdue"] = await self._retire(request)
             case Drop():
-                found["held"] = self._drop(request.name, request.version, request.overdue)
+                found["held"] = self._drop(request.version, request.overdue)
             case Hello():
                 found |= {"address": list(host.address), "server": host.server, "pid": os.getpid()}
             case Versions():
-                versions = table.versions(request.name).items()
+                versions = table.versions().items()
                 found["versions"] = {str(number): row.json() for number, row in versions}
             case Own():
-                table.own(request.name, request.keep_seconds)
-                client.owns.append(request.name)
+                table.own(request.keep_seconds)
+                client.owns += 1
                 host.notify()
             case Commit():
-                table.commit(request.name, request.version, request.files, request.info)
+                table.commit(request.version, request.files, request.info)
                 host.notify()
             case Remove():
-                table.remove(request.name, request.wait_seconds, monotonic())
+                table.remove(request.wait_seconds, monotonic())
                 host.notify()
         return {"ok": found}, ()
 
     def _get(self, client: _Client, request: Get) -> Answer:
         self._check_token(request.token)
-        self._host.table.find(request.name, request.version, request.file)
-        segments, used = self._segments(request.name, request.version, request.file)
-        client.got.add((request.name, request.version))
+        self._host.table.find(request.version, request.file)
+        segments, used = self._segments(request.version, request.file)
+        client.got.add(request.version)
         return {"ok": {"segments": segments}}, used
 
     def _take(self, client: _Client, request: Take) -> Answer:
         """Answers with a lease, and with descriptors of as many files as one message can have."""
         self._check_token(request.token)
-        name, host = request.name, self._host
+        host = self._host
         if request.address != host.address:
-            raise RefusedError("unknown", f"{name} has the address {host.address} here")
-        key, version, found = host.lease(name, request.which)
-        client.leases.append((name, key))
-        client.got.add((name, version))
+            raise RefusedError("unknown", f"{request.name} has the address {host.address} here")
+        key, version, found = host.lease(request.which)
+        client.leases.append(key)
+        client.got.add(version)
         here: dict[str, object] = {}
         descriptors: list[int] = []
-        for file in host.table.places(name, version):
-            if (name, version, file) in host.files:
-                segments, used = self._segments(name, version, file, len(descriptors))
+        for file in host.table.places(version):
+            if (version, file) in host.files:
+                segments, used = self._segments(version, file, len(descriptors))
                 if len(descriptors) + len(used) <= MOST_DESCRIPTORS:
                     here[file] = segments
                     descriptors += used
         return {"ok": {**found, "here": here}}, tuple(descriptors)
 
     def _segments(
-        self, name: str, version: int, file: str, first: int = 0
+        self, version: int, file: str, first: int = 0
     ) -> tuple[list[list[int]], tuple[int, ...]]:
         """Returns the segments of a file, by positions from `first` on, and the descriptors."""
-        parts = self._host.files[name, version, file].parts
+        parts = self._host.files[version, file].parts
         used = tuple(dict.fromkeys(part.descriptor for part in parts))
         at = {descriptor: first + place for place, descriptor in enumerate(used)}
         return [[at[part.descriptor], part.offset, part.nbytes] for part in parts], used
@@ -212,19 +215,19 @@ class ControlServer:
             raise RefusedError("token", "the token is wrong: the publisher's url has it")
 
     async def _retire(self, request: Retire) -> bool:
-        table, (name, version) = self._host.table, (request.name, request.version)
-        table.retire(name, version, request.wait_seconds, monotonic())
+        table, version = self._host.table, request.version
+        table.retire(version, request.wait_seconds, monotonic())
         self._host.notify()
-        while (overdue := table.is_retired(name, version)) is None:
+        while (overdue := table.is_retired(version)) is None:
             await self._host.wait(STALL_SECONDS)
         return overdue
 
-    def _drop(self, name: str, version: int, overdue: bool) -> bool:
-        in_flight = self._host.is_in_flight(name, version, overdue)
-        self._host.table.drop(name, version)
-        self._host.forget(name, version)
+    def _drop(self, version: int, overdue: bool) -> bool:
+        in_flight = self._host.is_in_flight(version, overdue)
+        self._host.table.drop(version)
+        self._host.forget(version)
         self._host.notify()
-        return in_flight or any((name, version) in client.got for client in self._clients)
+        return in_flight or any(version in client.got for client in self._clients)
 
 
 def _of_this_user(connected: socket.socket) -> Wire | None:

@@ -40,7 +40,7 @@ from ckpt.live.protocol import (
 )
 from ckpt.live.shared_files import MemoryFile, SharedFile
 from ckpt.live.swarm import TRACKER_SECONDS, Tracker
-from ckpt.live.table import LOST_SECONDS, Table
+from ckpt.live.table import LOST_SECONDS, Table, unknown_name
 from ckpt.stores.addresses import FILE, NAME, version_of
 from formats.errors import FormatError
 
@@ -70,13 +70,13 @@ class Host:
         self.address = address
         self.unix = unix
         self._on_ending = on_ending
-        """Called when the last name is ending."""
+        """Called when the name is ending."""
         self.server = secrets.token_hex(8)
-        self.files: dict[tuple[str, int, str], MemoryFile] = {}
-        self.trackers: dict[tuple[str, int, str], Tracker] = {}
+        self.files: dict[tuple[int, str], MemoryFile] = {}
+        self.trackers: dict[tuple[int, str], Tracker] = {}
         self.connections: Iterable[HttpConnection] = ()
-        self._left: set[tuple[str, int, bool]] = set()
-        """The versions with a connection that ended after an answer, and whether it had a lease."""
+        self._left: dict[int, set[bool]] = {}
+        """By the version: whether connections that ended after an answer had a lease."""
         self.is_done = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._waiters: set[asyncio.Future[None]] = set()
@@ -87,8 +87,8 @@ class Host:
 
     def notify(self) -> None:
         """Lets the table look at the time, and wakes all who wait for a change."""
-        for name, version in self.table.tick(monotonic()):
-            self.forget(name, version)
+        for version in self.table.tick(monotonic()):
+            self.forget(version)
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -114,65 +114,63 @@ class Host:
             self._timer = self._loop.call_at(at, self.notify)
 
     def lease(
-        self, name: str, wanted: int | None, is_bound: bool = False
+        self, wanted: int | None, is_bound: bool = False
     ) -> tuple[str, int, dict[str, object]]:
         """Takes a lease on a version, or on the newest one; returns key, version and answer."""
         key, seconds = secrets.token_hex(8), self.table.lease_seconds
-        version = self.table.lease(name, wanted, key, monotonic(), is_bound)
+        version = self.table.lease(wanted, key, monotonic(), is_bound)
         self.due_in(seconds)
         found = {"lease": key, "version": version, "seconds": seconds, "server": self.server}
-        return key, version, {**found, "files": files_json(self.table.places(name, version))}
+        return key, version, {**found, "files": files_json(self.table.places(version))}
 
-    def release(self, name: str, keys: Iterable[str]) -> None:
+    def release(self, keys: Iterable[str]) -> None:
         """Ends leases whose reader has all bytes that it wants."""
         for key in keys:
-            self.table.release(name, key)
+            self.table.release(key)
         self.notify()
 
-    def disown(self, name: str) -> None:
+    def disown(self) -> None:
         """Takes notice that the connection of an owner has ended."""
-        self.table.disown(name, monotonic())
+        self.table.disown(monotonic())
         self.notify()
         self._end_if_idle()
 
-    def forget(self, name: str, version: int) -> None:
+    def forget(self, version: int) -> None:
         """Closes the files of a version, and the connections that are sending them."""
-        for connection in self._senders(name, version):
+        for connection in self._senders(version):
             connection.wire.abort()
-        for key in self._keys(name, version):
+        for key in self._keys(version):
             self.files.pop(key).give()
             self.trackers.pop(key, None)
-        self._left -= {(name, version, is_leased) for is_leased in (False, True)}
+        self._left.pop(version, None)
         self._end_if_idle()
 
     def on_end(self, connection: HttpConnection) -> None:
         """Takes notice of a connection that has ended, perhaps before all its bytes were read."""
-        for name, version, file in self.files:
-            if self.files[name, version, file] is connection.content:
-                self._left.add((name, version, connection.is_leased))
+        for (version, _), file in self.files.items():
+            if file is connection.content:
+                self._left.setdefault(version, set()).add(connection.is_leased)
         reader = connection.reader if connection.is_left else None
         if reader is not None and all(
             open_connection.reader != reader for open_connection in self.connections
         ):
-            self.table.lose(*reader, monotonic())
+            self.table.lose(reader, monotonic())
             for tracker in self.trackers.values():
-                tracker.leave(reader[1])
+                tracker.leave(reader)
             self.due_in(LOST_SECONDS)
 
-    def is_in_flight(self, name: str, version: int, overdue: bool) -> bool:
+    def is_in_flight(self, version: int, overdue: bool) -> bool:
         """Whether bytes of the version may be on their way to a reader that wants them."""
-        leases = {sender.is_leased for sender in self._senders(name, version)}
-        leases |= {
-            is_leased for is_leased in (False, True) if (name, version, is_leased) in self._left
-        }
+        leases = {sender.is_leased for sender in self._senders(version)}
+        leases |= self._left.get(version, set())
         return False in leases or (overdue and True in leases)
 
-    def earlier(self, name: str, version: int, file: str) -> MemoryFile | None:
+    def earlier(self, version: int, file: str) -> MemoryFile | None:
         """Returns the same rank's file of the version before, if it has the same size."""
-        rank, new = file.rpartition("-")[2], self.files[name, version, file]
-        for key in sorted(self.files, reverse=True):
-            if key[0] == name and key[1] < version and key[2].rpartition("-")[2] == rank:
-                old = self.files[key]
+        rank, new = file.rpartition("-")[2], self.files[version, file]
+        for number, name in sorted(self.files, reverse=True):
+            if number < version and name.rpartition("-")[2] == rank:
+                old = self.files[number, name]
                 return old if old.nbytes == new.nbytes else None
         return None
 
@@ -182,15 +180,15 @@ class Host:
             file.give()
         self.files.clear()
 
-    def _senders(self, name: str, version: int) -> list[HttpConnection]:
-        files = {id(self.files[key]) for key in self._keys(name, version)}
+    def _senders(self, version: int) -> list[HttpConnection]:
+        files = {id(self.files[key]) for key in self._keys(version)}
         return [connection for connection in self.connections if id(connection.content) in files]
 
-    def _keys(self, name: str, version: int) -> list[tuple[str, int, str]]:
-        return [key for key in self.files if key[:2] == (name, version)]
+    def _keys(self, version: int) -> list[tuple[int, str]]:
+        return [key for key in self.files if key[0] == version]
 
     def _end_if_idle(self) -> None:
-        if not self.table.names:
+        if not self.table.is_served:
             self.is_done.set()
 
     def _set_timer(self) -> None:
@@ -207,96 +205,97 @@ class Host:
         name, *rest = request.path.removeprefix("/").split("/")
         if not NAME.fullmatch(name):
             raise RefusedError("unknown", f"{request.path:.200}: the path must begin with a name")
+        if name != self.table.name:
+            raise unknown_name(name)
         if not rest:
             _only(request, "GET")
-            return await self._newest(request, name)
+            return await self._newest(request)
         if rest[0] == "leases":
-            return self._leases(request, name, rest[1:])
+            return self._leases(request, rest[1:])
         version = version_of(rest[0])
         if version is None or len(rest) != 2:
             raise RefusedError("unknown", f"{request.path:.200}: the form is /NAME/VERSION/FILE")
-        return await self._file(request, name, version, rest[1])
+        return await self._file(request, version, rest[1])
 
-    async def _newest(self, request: HttpRequest, name: str) -> HttpAnswer:
+    async def _newest(self, request: HttpRequest) -> HttpAnswer:
         after, until = _after(request), monotonic() + _wait(request)
         while True:
-            versions, left = self.table.visible(name), until - monotonic()
+            versions, left = self.table.visible(), until - monotonic()
             newest = max(versions, default=None)
             if left <= 0 or (newest is not None and newest > after):
                 break
             await self.wait(left)
-        found = {"name": name, "newest": newest, "versions": versions, "server": self.server}
-        seconds = self.table.lease_seconds
-        return json_answer({**found, "unix": self.unix, "lease_seconds": seconds})
+        found = {"name": self.table.name, "newest": newest, "versions": versions}
+        more = {"unix": self.unix, "lease_seconds": self.table.lease_seconds}
+        return json_answer({**found, "server": self.server, **more})
 
-    def _leases(self, request: HttpRequest, name: str, rest: list[str]) -> HttpAnswer:
+    def _leases(self, request: HttpRequest, rest: list[str]) -> HttpAnswer:
         if not rest:
             _only(request, "POST")
-            return self._lease(request, name)
+            return self._lease(request)
         if len(rest) != 1:
             raise RefusedError("unknown", f"{request.path:.200}: the form is /NAME/leases/ID")
         _only(request, "POST", "DELETE")
-        request.connection.reader = name, rest[0]
+        request.connection.reader = rest[0]
         if request.method == "DELETE":
-            self.release(name, rest)
+            self.release(rest)
             return json_answer({})
-        version = self.table.renew(name, rest[0], monotonic())
+        version = self.table.renew(rest[0], monotonic())
         return json_answer({"version": version, "seconds": self.table.lease_seconds})
 
-    def _lease(self, request: HttpRequest, name: str) -> HttpAnswer:
+    def _lease(self, request: HttpRequest) -> HttpAnswer:
         body = object_of(request.body, "the body")
         if set(body) != {"version"}:
             raise RefusedError("protocol", 'the body of a lease is {"version": number or null}')
         wanted = version_or_newest("version", body["version"])
-        key, _, found = self.lease(name, wanted, request.query.get("while") == "connected")
-        request.connection.reader = name, key
+        key, _, found = self.lease(wanted, request.query.get("while") == "connected")
+        request.connection.reader = key
         return json_answer({**found, "unix": self.unix})
 
-    async def _file(self, request: HttpRequest, name: str, version: int, file: str) -> HttpAnswer:
+    async def _file(self, request: HttpRequest, version: int, file: str) -> HttpAnswer:
         if not file:
             _only(request, "GET")
-            sizes = {key: place.size for key, place in self.table.places(name, version).items()}
+            sizes = {key: place.size for key, place in self.table.places(version).items()}
             return json_answer({"files": sizes, "folders": []})
         if not FILE.fullmatch(file):
             raise RefusedError("unknown", f"{request.path:.200}: no file has such a name")
         _only(request, "GET", "HEAD", "POST")
         if request.method == "POST":
-            return await self._post(request, name, version, file)
-        self.table.find(name, version, file)
-        request.connection.is_leased = self._is_leased(request, name, version)
-        return file_answer(self.files[name, version, file], request.headers.get("range"))
+            return await self._post(request, version, file)
+        self.table.find(version, file)
+        request.connection.is_leased = self._is_leased(request, version)
+        return file_answer(self.files[version, file], request.headers.get("range"))
 
-    def _is_leased(self, request: HttpRequest, name: str, version: int) -> bool:
+    def _is_leased(self, request: HttpRequest, version: int) -> bool:
         """Renews the lease that a request names; returns whether it is one on this version."""
         lease = request.headers.get(LEASE_HEADER)
         if lease is None:
             return False
-        request.connection.reader = name, lease
+        request.connection.reader = lease
         try:
-            return self.table.renew(name, lease, monotonic()) == version
+            return self.table.renew(lease, monotonic()) == version
         except RefusedError:  # another server has it, or it has ended
-            return not self.table.is_committed(name, version)
+            return not self.table.is_committed(version)
 
-    async def _post(self, request: HttpRequest, name: str, version: int, file: str) -> HttpAnswer:
+    async def _post(self, request: HttpRequest, version: int, file: str) -> HttpAnswer:
         body = object_of(request.body, "the body")
         if set(body) == {"delta"}:
-            return await self._delta(name, version, file, body["delta"])
+            return await self._delta(version, file, body["delta"])
         if set(body) == {"pieces"}:
-            key = name, version, file
-            return await self._pieces(request.connection, key, body["pieces"])
+            return await self._pieces(request.connection, (version, file), body["pieces"])
         raise RefusedError("protocol", 'the body is {"delta": [area, ...]} or {"pieces": [...]}')
 
     async def _pieces(
-        self, connection: HttpConnection, key: tuple[str, int, str], message: object
+        self, connection: HttpConnection, key: tuple[int, str], message: object
     ) -> HttpAnswer:
         """Answers a reader of a swarm, at once or when there is a piece for it."""
         self.table.find(*key)
         tracker = self.trackers.setdefault(key, Tracker(self.files[key]))
         until = monotonic() + TRACKER_SECONDS
         lease, own, wants = tracker.tell(connection.wire.socket.getpeername()[0], message)
-        connection.reader = key[0], lease
+        connection.reader = lease
         with suppress(RefusedError):  # another server has it, or it has ended
-            self.table.renew(key[0], lease, monotonic())
+            self.table.renew(lease, monotonic())
         self.notify()
         while not (found := tracker.choose(lease, own, wants)):
             if not wants or monotonic() >= until or tracker.is_busy(lease):
@@ -306,18 +305,18 @@ class Host:
         self.notify()
         return json_answer({"pieces": [[*one, await tracker.digest(one.piece)] for one in found]})
 
-    async def _delta(self, name: str, version: int, file: str, wanted: object) -> HttpAnswer:
+    async def _delta(self, version: int, file: str, wanted: object) -> HttpAnswer:
         from ckpt.transfer.live_deltas import areas_in  # a server starts without numpy
 
         try:
             areas = areas_in(wanted)
         except FormatError as error:
             raise RefusedError("protocol", str(error)) from None
-        self.table.find(name, version, file)
-        new = self.files[name, version, file]
-        old = self.earlier(name, version, file)
+        self.table.find(version, file)
+        where, new = f"{self.table.name}/{version}", self.files[version, file]
+        old = self.earlier(version, file)
         if old is None:
-            raise RefusedError("unknown", f"no version before {name}/{version} is like it")
+            raise RefusedError("unknown", f"no version before {where} is like it")
         mapped = old.mapped(), new.mapped()
         try:
             async with self._comparing:
@@ -325,8 +324,8 @@ class Host:
         except MemoryError:
             raise RefusedError("memory", "no memory is left to make a delta") from None
         if not all(mapped_file.is_intact(area.offset) for area in areas for mapped_file in mapped):
-            self.table.find(name, version, file)  # raises if the version has been replaced
-            raise RefusedError("unknown", f"the version before {name}/{version} has been replaced")
+            self.table.find(version, file)  # raises if the version has been replaced
+            raise RefusedError("unknown", f"the version before {where} has been replaced")
         return HttpAnswer(data, headers=[("content-type", "application/octet-stream")])
 
 

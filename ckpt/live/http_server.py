@@ -127,8 +127,8 @@ class HttpConnection:
     """See rule 3."""
     is_leased: bool = False
     """Whether the last request named a lease."""
-    reader: tuple[str, str] | None = None
-    """The name and key of the lease that was named last."""
+    reader: str | None = None
+    """The key of the lease that was named last."""
     is_left: bool = False
     """Whether the other side has ended the connection."""
     parser: h11.Connection = field(

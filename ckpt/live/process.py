@@ -511,8 +511,8 @@ async def _serve(
     path: Path,
     leave: Callable[[], None],
 ) -> None:
-    name = options.advertise or options.address or LOOPBACK
-    table, address = Table(options.lease_seconds), (name, listener.getsockname()[1])
+    table = Table(options.name, options.lease_seconds)
+    address = options.advertise or options.address or LOOPBACK, listener.getsockname()[1]
     host = Host(options.token, table, address, str(path), leave)
     most = most_connections()
     http = HttpServer(listener, host, most)

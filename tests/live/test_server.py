@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.errors import StoreError
+from ckpt.errors import NotACheckpointError, StoreError
 from ckpt.live.hosts import Hosts as PublishedHosts
 from ckpt.live.hosts import check_room
 from ckpt.live.http_server import byte_range
@@ -154,6 +154,22 @@ def test_a_retired_version_waits_for_its_readers_and_is_gone_then(hosts: Hosts) 
     assert client.get("/policy/9/f").status == 404
     assert server.drop(1, overdue=False) is False
     assert client.get("/policy/1/f").status == 410
+
+
+def test_a_server_answers_for_its_own_name_alone(hosts: Hosts) -> None:
+    server = hosts.start()
+    publish_closed(server, 1, f=b"own")
+    client = hosts.client(server)
+    lease = client.lease("policy")
+    for path in ("/other", "/other/1/f"):
+        assert client.get(path).status == 404
+    assert client.ask("DELETE", f"/other/leases/{lease}").status == 404
+    assert client.ask("POST", f"/policy/leases/{lease}").status == 200
+    with HostServer.attach("policy") as second:
+        second.name = "other"
+        with pytest.raises(NotACheckpointError, match="no live state other is here"):
+            second.own()
+    assert client.ask("DELETE", f"/policy/leases/{lease}").status == 200
 
 
 def test_a_reader_that_stalls_holds_a_version_no_longer_than_its_lease(hosts: Hosts) -> None:
