@@ -31,6 +31,7 @@ from ckpt.stores.store import open_store
 from ckpt.transfer.live_deltas import Area
 from tests.live.layouts import spread
 from tests.live.offered import RUNTIME
+from tests.selection import thorough
 
 SECONDS = 60
 ROWS, COLUMNS = 700, 1024
@@ -54,8 +55,8 @@ def whole(version: int) -> dict[str, torch.Tensor]:
         state["flags"][number] ^= True
         for name in ("matrix", "moments", "bias"):
             flat = state[name].reshape(-1)
-            places = torch.randperm(len(flat), generator=source)[: max(1, len(flat) // 100)]
-            flat[places] += number
+            count = max(1, len(flat) // 100)
+            flat[torch.randint(len(flat), (count,), generator=source)] += number
     return state
 
 
@@ -185,11 +186,18 @@ def test_a_follower_of_any_layout_reads_the_deltas_alone(
     three.run(end_following, url)
 
 
+@pytest.mark.parametrize("where", ["memory of one process", thorough("folder of two ranks")])
 def test_a_version_is_a_checkpoint_for_every_reader(
-    published: Callable[[int], None], tmp_path: Path
+    request: pytest.FixtureRequest, tmp_path: Path, where: str
 ) -> None:
-    published(3)
-    url = str(tmp_path / "chain" / "version-00000003")
+    if where == "folder of two ranks":
+        chain = str(tmp_path / "chain")
+        request.getfixturevalue("published")(3)
+    else:
+        chain = "memory://for-every-reader"
+        request.getfixturevalue("alone")
+        publish(chain, "for-every-reader", 3)
+    url = f"{chain}/version-00000003"
     expected = whole(3)
     assert all(torch.equal(found, expected[name]) for name, found in ckpt.read(url).items())
     with ckpt.open(url) as one:
@@ -202,7 +210,7 @@ def test_a_version_is_a_checkpoint_for_every_reader(
     ckpt.load(url, state)
     assert torch.equal(state["matrix"], expected["matrix"])
     with pytest.raises(ckpt.NotACheckpointError, match=r"such as .*version-00000003"):
-        ckpt.load(tmp_path / "chain", state)
+        ckpt.load(chain, state)
 
 
 def data_by_the_page(chain: Path, number: int) -> bytes:
