@@ -30,7 +30,8 @@ from _pytest.mark import ParameterSet
 SETTINGS = frozenset(
     {
         *("compress", "door", "first_only", "form", "forward", "full", "half", "how", "nested"),
-        *("overwrite", "reentrant", "run", "strategy", "use_orig_params", "way", "world_size"),
+        *("norm_type", "overwrite", "reentrant", "run", "strategy"),
+        *("use_orig_params", "way", "world_size"),
     }
 )
 """The names of settings."""

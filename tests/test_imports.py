@@ -108,6 +108,7 @@ def defined(body: Iterable[ast.stmt]) -> Iterator[str]:
                 yield from defined(getattr(node, field, ()))
 
 
+@pytest.mark.thorough
 def test_each_name_that_a_program_imports_from_the_packages_exists() -> None:
     """Benchmarks and examples are not all run by a test, and no type checker reads them."""
     found = modules()
@@ -142,6 +143,7 @@ def test_each_function_that_a_program_names_by_a_string_exists() -> None:
     assert missing == []
 
 
+@pytest.mark.thorough
 def test_a_save_and_a_load_need_no_package_that_a_machine_with_a_gpu_may_lack_nor_dtensor() -> None:
     program = """
 import sys

@@ -292,7 +292,7 @@ def test_a_progress_that_raises_fails_one_save_and_not_the_next(tmp_path: Path) 
     def broken(_: int) -> None:
         raise RuntimeError("no terminal")
 
-    weights = {"w": torch.rand(10_000_000)}
+    weights = {"w": torch.rand(2_000_000)}
     first = ckpt.save(tmp_path / "a", weights, blocking=False, progress=broken)
     assert said(lambda: first.wait(SECONDS)) == "RuntimeError: no terminal"
     assert not (tmp_path / "a").exists()
@@ -400,7 +400,7 @@ PREAMBLE = """
 import os, signal, sys, warnings, ckpt, torch
 import torch.distributed as dist
 folder = sys.argv[1]
-weights = torch.rand(int(os.environ.get("NUMEL", "4_000_000")))
+weights = torch.rand(int(os.environ.get("NUMEL", "1_000_000")))
 """
 
 
@@ -481,7 +481,7 @@ except ckpt.CkptError:
 
 @pytest.mark.parametrize(
     ("numel", "how"),
-    [("20_000_000", "compress=True"), ("300_000", 'host_memory="1MiB"')],
+    [("4_000_000", "compress=True"), ("300_000", 'host_memory="1MiB"')],
     ids=["copied", "in waves"],
 )
 def test_a_killed_trainer_loses_only_the_checkpoint_in_flight(

@@ -258,6 +258,7 @@ def test_an_entry_that_was_not_saved_of_one_parameter_is_named(
     )
 
 
+@pytest.mark.thorough
 def test_parameters_that_were_in_several_groups_and_now_in_one_are_named(
     clusters: Callable[[int], Any], sound: Path
 ) -> None:

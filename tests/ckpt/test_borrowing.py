@@ -21,7 +21,7 @@ from formats.native.manifest import MANIFEST, load
 from formats.native.reader import read as read_catalog
 from tests.selection import examples
 
-seeded = settings(derandomize=True, deadline=None, max_examples=examples(25))
+seeded = settings(derandomize=True, deadline=None, max_examples=examples(25, 8))
 
 CHUNK = 64
 SIZES = {"w": (40, 9), "half": (301,), "n": (), "empty": (0, 3), "wide": (3, 200)}

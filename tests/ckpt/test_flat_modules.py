@@ -40,7 +40,7 @@ from tests.ckpt.wrappings import (
     wrapped,
 )
 from tests.networks import ScaledBlock
-from tests.selection import slow
+from tests.selection import slow, thorough
 
 Run = tuple[str, int]
 """A wrapping and its number of ranks."""
@@ -63,8 +63,8 @@ RUNS: list[Run] = [
     ("torch-flat HYBRID_SHARD", 4),
     ("flat NO_SHARD", 2),
 ]
-QUICK_APART, APART = (0, 4), (1, 2, 7, 8, 11)
-"""How far from a run, around the list, those are which it loads: in `make test`, and the others."""
+QUICK_APART, OWN, APART = (4,), (0,), (1, 2, 7, 8, 11)
+"""How far from a run, around the list, those are which it loads: in `make test`, itself, others."""
 
 
 def sources_of(run: Run, apart: tuple[int, ...]) -> list[Run]:
@@ -138,7 +138,9 @@ def test_a_checkpoint_has_the_names_shapes_and_values_of_the_model_that_is_not_s
     assert_alike(found, plain, exact=False)
 
 
-@pytest.mark.parametrize("apart", [QUICK_APART, slow(APART)], ids=["quick", "others"])
+@pytest.mark.parametrize(
+    "apart", [QUICK_APART, thorough(OWN), slow(APART)], ids=["quick", "own", "others"]
+)
 @pytest.mark.parametrize("run", RUNS, ids=named)
 def test_what_one_strategy_saved_loads_into_another_bit_for_bit_and_trains_on(
     clusters: Callable[[int], Any],

@@ -81,6 +81,7 @@ def load(url: str, options: Options, shapes: Shapes, how: Placement | None) -> i
     return max(found)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("ranks", "shapes", "how"),
     [

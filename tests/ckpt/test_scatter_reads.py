@@ -64,7 +64,7 @@ def load(url: str, options: Options, how: tuple[Placement, ...] | None) -> int:
     ("saved", "loaded", "how"),
     [
         (1, 2, (Shard(0),)),
-        (2, 4, (Shard(0),)),
+        pytest.param(2, 4, (Shard(0),), marks=pytest.mark.thorough),
         pytest.param(2, 3, (Shard(0),), marks=pytest.mark.thorough),
         pytest.param(1, 3, (Replicate(),), marks=pytest.mark.slow),
         pytest.param(3, 4, (Shard(0),), marks=pytest.mark.slow),

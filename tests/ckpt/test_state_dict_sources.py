@@ -41,8 +41,8 @@ def state_of(this: Trainer) -> dict[str, Any]:
     return {"model": this.model, "optim": this.optimizer}
 
 
-QUICK_TARGETS = 6
-"""`make test` has every sixth target of a source; of another source, another sixth.
+QUICK_TARGETS = 12
+"""`make test` has every twelfth target of a source; of another source, another twelfth.
 
 CI has each of the other pairs at two ranks or at four, and the slow set has the rest.
 """

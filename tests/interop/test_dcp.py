@@ -18,7 +18,8 @@ from tests.old_torch import runs_fsdp2
 
 WORLDS = [
     (1, 3),
-    *(pytest.param(*sizes, marks=runs_fsdp2) for sizes in [(2, 1), (3, 2), (4, 3), (2, 4)]),
+    *(pytest.param(*sizes, marks=runs_fsdp2) for sizes in [(2, 1), (3, 2)]),
+    *(pytest.param(*sizes, marks=(runs_fsdp2, pytest.mark.thorough)) for sizes in [(4, 3), (2, 4)]),
 ]
 
 

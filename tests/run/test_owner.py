@@ -24,6 +24,7 @@ from ckpt.run.owner import Ownership, epochs
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.store import open_store
 from tests.faults.faulty_store import Fault, at, failing
+from tests.selection import thorough
 from tests.stores.server import Server
 
 
@@ -290,7 +291,7 @@ def test_a_run_goes_on_without_its_owner_file_and_one_of_an_older_release_gets_o
     assert sorted(one.name for one in tmp_path.iterdir())[0] == "owner-1.json"
 
 
-@pytest.mark.parametrize("where", ["disk", "s3"])
+@pytest.mark.parametrize("where", [thorough("disk"), "s3"])
 def test_starts_at_one_moment_get_epochs_of_their_own_and_the_highest_owns(
     where: str, tmp_path: Path, moto: Server
 ) -> None:

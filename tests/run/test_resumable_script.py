@@ -32,6 +32,7 @@ def scripts() -> tuple[str, str]:
     return before, after
 
 
+@pytest.mark.thorough
 def test_a_script_of_thirty_lines_becomes_resumable_by_six(
     programs: Callable[..., Any], tmp_path: Path
 ) -> None:

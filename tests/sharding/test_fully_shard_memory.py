@@ -100,7 +100,7 @@ def whole_at_once() -> dict[str, tuple[int, int]]:
         model, replica = pair(layers)
         sharded(model, reshard_after_forward=reshard)
         watch = Watch(model, lambda model=model: live(model))
-        train(model, replica, [x_of(step) for step in range(3)])
+        train(model, replica, [x_of(step) for step in range(2)])
         assert live(model) == [0] * UNITS
         for whole in (*watch.seen["forward"], *watch.seen["backward"]):
             assert set(whole) <= {0, UNIT_BYTES}

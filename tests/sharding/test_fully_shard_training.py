@@ -1008,4 +1008,8 @@ def different_orders_of_replicas() -> None:
 
 def test_shards_with_replicas_train_as_the_replica(clusters: Callable) -> None:
     clusters(4).run(hybrid)
+
+
+@pytest.mark.thorough
+def test_replicas_of_shards_may_complete_gradients_in_different_orders(clusters: Callable) -> None:
     clusters(4).run(different_orders_of_replicas)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.testing import StorePlace
+from tests.selection import thorough
 from tests.stores import gcs_emulator
 from tests.stores.server import Server
 
@@ -21,7 +22,7 @@ KINDS = (
     "file",
     "memory",
     "moto",
-    "radosgw",
+    thorough("radosgw"),
     *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("azurite", *GCS)),
 )
 LOCAL = ("path", "file")

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from botocore.exceptions import ClientError, HTTPClientError
 
+from tests.selection import thorough
 from tests.stores.fault_proxy import FaultProxy
 from tests.stores.faults import Fault, Request, dead_between, once, seeded, times
 from tests.stores.server import Server, s3_client
@@ -15,7 +16,7 @@ from tests.stores.server import Server, s3_client
 CONTENT = random.Random(0).randbytes(3_000_000)
 
 
-@pytest.fixture(params=["moto", "radosgw"])
+@pytest.fixture(params=["moto", thorough("radosgw")])
 def server(request: pytest.FixtureRequest, servers: Callable[[str], Server]) -> Server:
     return servers(request.param)
 

@@ -154,6 +154,7 @@ def test_verify_names_the_tensor_of_a_flipped_bit_and_load_refuses_it(
         read(url, place.options)
 
 
+@pytest.mark.thorough
 def test_two_checkpoints_are_compared(clusters: Callable, place: Place) -> None:
     one, same = saved(clusters, place, "step-1"), saved(clusters, place, "step-1-again")
     other = saved(clusters, place, "step-2", 2)
@@ -163,6 +164,7 @@ def test_two_checkpoints_are_compared(clusters: Callable, place: Place) -> None:
     assert changed == {"model.weight", "model.half", "model.bias"}
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_is_converted_to_a_disk_and_back(
     clusters: Callable, place: Place, tmp_path: Path
 ) -> None:

@@ -81,7 +81,7 @@ def kind_of(request: Request) -> str:
 @pytest.mark.parametrize(
     ("kind", "steps"),
     [
-        ("moto", 12),
+        pytest.param("moto", 12, marks=pytest.mark.thorough),
         *(pytest.param(kind, 300, marks=pytest.mark.slow) for kind in ("moto", "radosgw")),
         pytest.param("azurite", 100, marks=pytest.mark.slow),
     ],

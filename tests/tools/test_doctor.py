@@ -158,7 +158,8 @@ def test_a_missing_permission_is_named(
     assert ended == code
 
 
-@pytest.mark.parametrize("permission", ["s3:DeleteObject", thorough("s3:AbortMultipartUpload")])
+@pytest.mark.thorough
+@pytest.mark.parametrize("permission", ["s3:DeleteObject", "s3:AbortMultipartUpload"])
 def test_what_cannot_be_removed_is_named(proxy: FaultProxy, run: Run, permission: str) -> None:
     proxy.schedule = lacks(permission)
     with pytest.warns(LeftOverWarning, match="could not be removed"):
