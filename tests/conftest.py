@@ -310,6 +310,11 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("quick")
 
 
+def pytest_unconfigure() -> None:
+    """Let the five passes of pytest's own over all garbage be short: the first is this one."""
+    collect_garbage()
+
+
 def pytest_sessionfinish() -> None:
     """Let an error after the last test be legible: each process group of torch adds a prefix."""
     sys.excepthook = sys.__excepthook__

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
 from formats.errors import CorruptError
+from tests.garbage import collect_garbage
 
 
 def saved(folder: Path) -> dict[str, Any]:
@@ -502,7 +503,7 @@ def test_python_searches_no_objects_of_a_plan_for_garbage(tmp_path: Path, reads:
             searched.append(len(gc.get_objects(generation=0)))
 
     for _ in range(2):  # the first call imports modules
-        gc.collect()
+        collect_garbage()
         searched.clear()
         gc.callbacks.append(note)
         try:

@@ -25,6 +25,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ckpt
 import sharding
+from tests.garbage import collect_garbage
 from tests.old_torch import runs_fsdp2
 
 Make = Callable[[], nn.Module]
@@ -726,7 +727,7 @@ def test_a_model_that_nobody_needs_any_more_is_freed_after_a_save(tmp_path: Path
         weakref.finalize(thing, freed.append, None)
     expected = len(tensors) + 2
     del model, optimizer, state, moments, tensors, thing
-    gc.collect()
+    collect_garbage()
     assert len(freed) == expected
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from torch import nn
 
 import ckpt
 from ckpt.loading import agreement
+from tests.garbage import collect_garbage
 from tests.live.offered import RUNTIME, Offer, offered
 
 
@@ -294,7 +294,7 @@ def test_a_follower_keeps_no_model_alive_and_loads_from_other_places_too(
     ckpt.load(next(versions).url, target)
     memory = ref(target["w"])
     target.clear()
-    gc.collect()
+    collect_garbage()
     assert memory() is None
     for place in (offer.url, folder):
         again = {"w": torch.zeros(6)}

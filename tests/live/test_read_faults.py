@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import signal
@@ -22,6 +21,7 @@ import ckpt
 from ckpt.live.store import LiveStore
 from ckpt.stores.store import open_store
 from sharding.agreement.ranks import result_or_error
+from tests.garbage import collect_garbage
 from tests.live.offered import RUNTIME, Offer, offered
 
 PLACES = ("here", "elsewhere")
@@ -282,7 +282,7 @@ def test_another_program_at_the_address_is_a_named_error(answer: str) -> None:
             ckpt.load(url, target())
         assert "127.0.0.1" in str(raised.value)
         del raised
-        gc.collect()  # an answer that is still open would be a ResourceWarning
+        collect_garbage()  # an answer that is still open would be a ResourceWarning
         listener.shutdown(socket.SHUT_RDWR)
     server.join(60)
 
