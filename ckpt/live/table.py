@@ -140,19 +140,17 @@ class Table:
 
     def lease(self, version: int | None, key: str, now: float, is_bound: bool = False) -> int:
         """Takes a lease on a version, or on the newest one; returns the version."""
-        self._check()
+        visible = self.visible()
         if version is None:
-            if not self._visible:
+            if not visible:
                 text = f"{self.name} has no version yet: wait for one with ckpt.follow"
                 raise RefusedError("unknown", text)
-            version = self._visible[-1]
-        row = self._versions.get(version)
-        if row is None or row.phase is not Phase.COMPLETE:
-            raise self._missing(version, row)
+            version = visible[-1]
+        self.places(version)  # raises unless it is visible
         if len(self.leases) >= MOST_LEASES:
             raise RefusedError("busy", f"{self.name} has {MOST_LEASES:,} leases, and no more")
         self.leases[key] = Lease(version, now + self.lease_seconds, is_bound)
-        row.leases.add(key)
+        self._versions[version].leases.add(key)
         return version
 
     def renew(self, key: str, now: float) -> int:
