@@ -480,9 +480,9 @@ MUTATIONS = (
         AGREEING,
     ),
     Mutation(
-        "agreement: who is late in a call that is over counts on",
-        "self._number = max([self._number, *left])",
-        "self._number = max([self._number, *left[:0]])",
+        "agreement: who is late hears of each call that is over",
+        "return self._ended[1] if self._ended and self._ended[0] >= call.number else None",
+        "return self._ended[1] if self._ended and self._ended[0] == call.number else None",
         AGREEING,
     ),
     Mutation(

@@ -14,8 +14,8 @@ Rules:
    several failures tells the lowest rank's. The failure of a rank that missed another rank's data
    (TransferError) counts only if there is no other failure and no missing rank.
 3. A failure reaches all ranks, present or not, with the number of its call. A rank that comes late
-   finds the failure, raises it too, and counts on from there, so that the next call has the same
-   number on all ranks.
+   finds the failure, and raises it too. It does so in each call that the others have left: no rank
+   leaves a call out, so the tenth call of one rank is the tenth call of all.
 4. A rank whose process has ended fails every later call at once.
 5. Ranks in different calls or operations are out of step: the error names both.
 6. Calls inside a call are part of it. Two threads do not mix: one waits for the other's call.
@@ -373,7 +373,7 @@ class Channel(ABC):
         self._lock = RLock()
         self._call: Call | None = None
         self._number = 0
-        """The number of the last call that began here, or that others have left."""
+        """The number of the last call that began here."""
 
     @contextmanager
     def call(
@@ -446,7 +446,6 @@ class Channel(ABC):
     def _leave_continuation(self, call: Call, failure: Failure) -> None:
         """Tells the ranks that may have begun the continuation."""
         with self._lock:
-            self._number = max(self._number, call.number)
             if self._open(replace(call, seconds=0.0)) is None:
                 self._leave(call, failure)
 

@@ -113,6 +113,8 @@ class Participant(ConnectedChannel):
     def __init__(self, rendezvous: Rendezvous, rank: int, world_size: int) -> None:
         super().__init__(rendezvous, rank, world_size)
         self._link: Link | None = None
+        self._ended: tuple[int, Failure] | None = None
+        """The last call that rank 0 is known to have left, and why: all before it have ended."""
 
     def close(self) -> None:
         self.forget()
@@ -125,6 +127,8 @@ class Participant(ConnectedChannel):
         self._is_closed = True
 
     def _connect(self, call: Call) -> Failure | None:
+        if (failure := self._failure_of(call)) is not None:
+            return failure
         if self._link is not None:
             if not self._link.has_heard:  # rank 0 may be interrupted as it lets this rank in
                 self._link.receive()
@@ -135,17 +139,14 @@ class Participant(ConnectedChannel):
             waiting = WaitWarning(call, self.rank)
             self._link = self._rendezvous.connect(self.rank, call.seconds + ANSWER_SECONDS, waiting)
             self._link.flush()
-            return self._find_earlier_failure(call)
+            self._ended = self._rendezvous.last_ended()
+            return self._failure_of(call)
         except (OSError, RuntimeError) as error:
             return Failure.of(call.stage, 0, error)
 
-    def _find_earlier_failure(self, call: Call) -> Failure | None:
-        """Returns the failure that has ended the call before rank 0 let this rank in."""
-        left = self._rendezvous.last_ended()
-        if left is None or left[0] < call.number:
-            return None
-        self._number = left[0]
-        return left[1]
+    def _failure_of(self, call: Call) -> Failure | None:
+        """Returns the failure that has ended the call already, if any."""
+        return self._ended[1] if self._ended and self._ended[0] >= call.number else None
 
     def _reconnect(self, call: Call, until: float) -> Link | Failure:
         """Returns a connection in the place of one that rank 0 has closed unheard."""
@@ -154,7 +155,8 @@ class Participant(ConnectedChannel):
             if link is not None:
                 self._link = link
                 link.flush()
-            return self._find_earlier_failure(call) or link or process_failure(call.stage, 0)
+            self._ended = self._rendezvous.last_ended()
+            return self._failure_of(call) or link or process_failure(call.stage, 0)
         except (OSError, RuntimeError):  # the store is lost, with rank 0 perhaps
             return process_failure(call.stage, 0)
 
@@ -175,7 +177,7 @@ class Participant(ConnectedChannel):
                     link.called = found.call
                     continue
                 if found.failure is not None and found.call >= call.number:
-                    self._catch_up(link, found)
+                    self._ended = found.call, found.failure
                     return found.failure
                 if (found.call, found.op) == (call.number, mine.op):
                     return found.data
@@ -199,12 +201,6 @@ class Participant(ConnectedChannel):
                 # Rank 0 listens in its first call, and lets this rank in when it waits for it.
                 is_there = link.called >= call.number or not link.has_heard
                 waiting.say([] if is_there else [0])
-
-    def _catch_up(self, link: Link, found: Message) -> None:
-        """Continues the count from the last call that is over."""
-        link.receive()
-        left = [message.call for message in link.messages if message.kind is Kind.LEFT]
-        self._number = max([self._number, found.call, *left])
 
     def _say_called(self, call: Call) -> None:
         if self._link is not None:
@@ -336,10 +332,7 @@ class Coordinator(ConnectedChannel):
         self._tell(call, failure)
 
     def _tell(self, call: Call, failure: Failure) -> Failure:
-        """Ends the call for all, and the calls that others have left while this rank was away."""
-        for link in self._links.values():
-            left = [message.call for message in link.messages if message.kind is Kind.LEFT]
-            self._number = max([self._number, *left])
+        """Ends the call for all."""
         if not self._is_complete and not self._is_closed:
             # A rank that connects later finds the failure in the store. A rank that has connected
             # is let in, and told with the rest.
@@ -348,14 +341,14 @@ class Coordinator(ConnectedChannel):
                 self._selector.unregister(self._listener)
                 self._listener.close()
                 self._listener, self._is_full = None, False
-            self._rendezvous.leave_failure(self._number, failure)
+            self._rendezvous.leave_failure(call.number, failure)
             self._connect(call)
             # A rank that is there has connected by now: the second look reads its greeting.
             # Strangers may go on to come and go.
             for _ in range(MOST_STRANGERS):
                 if not self._has_news_of_strangers():
                     break
-        self._send(Message(Kind.LEFT, self._number, failure=failure), ANSWER_SECONDS)
+        self._send(Message(Kind.LEFT, call.number, failure=failure), ANSWER_SECONDS)
         return failure
 
     def _has_news_of_strangers(self) -> bool:

@@ -374,7 +374,7 @@ def fail_in_three_ways() -> tuple[list[str], list[int]]:
         with pytest.raises(ValueError, match="of rank"):
             leave()
     dist.barrier()
-    if rank == 0:
+    for _ in range(0 if rank else 2):
         with pytest.raises(RankError) as raised:
             leave()
         said.append(str(raised.value))
@@ -390,8 +390,43 @@ def test_the_lowest_rank_that_failed_and_the_calls_of_all_are_told(clusters: Cal
     failing, leaving = (
         f"{stage} failed on rank 1 with ValueError: of rank 1" for stage in ("failing", "leaving")
     )
-    assert first == ([failing, other_call, leaving], [0, 1, 2])
+    assert first == ([failing, other_call, leaving, leaving], [0, 1, 2])
     assert others == [([f"of rank {rank}", other_call], [0, 1, 2]) for rank in (1, 2)]
+
+
+def call_and_fail(outcomes: Sequence[Sequence[str]], delays: Sequence[Sequence[int]]) -> list[str]:
+    """What a rank hears of calls that fail before or after an exchange, however fast others are."""
+    rank, ranks, heard = dist.get_rank(), Ranks(seconds=20, purpose="in turn"), list[str]()
+    for at, (by_rank, turns) in enumerate(zip(outcomes, delays, strict=True)):
+        for _ in range(turns[rank]):
+            os.sched_yield()
+        try:
+            with ranks.call("working", Ranks(seconds=20, purpose="in turn, later")):
+                if by_rank[rank] == "before":
+                    raise ValueError(f"call {at}")
+                assert ranks.broadcast(bytes([at])) == bytes([at])
+                if by_rank[rank] == "after":
+                    raise ValueError(f"call {at}")
+                ranks.run_on_all("ending", int)
+        except (RankError, ValueError) as error:
+            heard.append(str(error).rpartition("call ")[2])
+        else:
+            heard.append("well")
+    return heard
+
+
+OUTCOMES = st.lists(
+    st.tuples(*[st.sampled_from(["well", "well", "before", "after"])] * 3), min_size=1, max_size=6
+)
+
+
+@given(outcomes=OUTCOMES, turns=st.lists(st.sampled_from([0, 1, 300]), min_size=18, max_size=18))
+def test_the_same_calls_fail_on_all_ranks_whichever_fail_and_whoever_is_ahead(
+    clusters: Callable, outcomes: list[tuple[str, ...]], turns: list[int]
+) -> None:
+    delays = [turns[3 * at : 3 * at + 3] for at in range(len(outcomes))]
+    told = ["well" if {*row} == {"well"} else str(at) for at, row in enumerate(outcomes)]
+    assert clusters(3).run(call_and_fail, outcomes, delays) == [told] * 3
 
 
 def join_with_an_error() -> tuple[str, str, list[int]]:
@@ -468,6 +503,8 @@ def agree_with_too_many_files() -> tuple[str, list[int]]:
     store = dist.PrefixStore("files", dist.distributed_c10d._get_default_store())
     if rank == 2:
         store.wait(["over"])
+        with pytest.raises(RankError, match="more files"):  # no earlier call can be any more
+            meet(ranks)
     else:
         meet(ranks)  # rank 0 listens
     if rank == 0:
