@@ -346,10 +346,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for (_, name), cases in functions.items():
         told = [{key: repr(value) for key, value in c.callspec.params.items()} for c in cases]
         is_wide = cases[0].get_closest_marker("wide") is not None
-        in_all = covering(told, name, values_of(told)) if is_wide else pairs(told, name)
         in_quick = quick(told, name)
+        if is_wide:
+            in_all = covering(told, name, values_of(told), beside=in_quick)
+        else:
+            in_all = pairs(told, name)
         for index, case in enumerate(cases):
-            if index not in in_all | in_quick:
+            if index not in in_all:
                 case.add_marker(pytest.mark.slow)
             elif index not in in_quick:
                 case.add_marker(pytest.mark.thorough)

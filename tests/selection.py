@@ -20,7 +20,7 @@ The choice depends on the name of the test and the values, and on nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from itertools import combinations
 from zlib import crc32
 
@@ -100,18 +100,24 @@ def quick(cases: Sequence[Case], name: str) -> set[int]:
     return covering(cases, name, wanted)
 
 
-def covering(cases: Sequence[Case], name: str, wanted: dict[str, list[str]]) -> set[int]:
-    """Which few cases have each wanted value of each parameter at least once.
+def covering(
+    cases: Sequence[Case],
+    name: str,
+    wanted: dict[str, list[str]],
+    beside: Set[int] = frozenset(),
+) -> set[int]:
+    """Which few cases have each wanted value of each parameter at least once, with those beside.
 
     >>> cases = [{"a": a, "b": b} for a in "123" for b in "45"]
     >>> [tuple(cases[i].values()) for i in sorted(covering(cases, "test", values_of(cases)))]
     [('1', '5'), ('2', '4'), ('3', '4')]
     """
-    chosen: set[int] = set()
+    chosen = {*beside}
     allowed = [i for i, case in enumerate(cases) if all(case[n] in wanted[n] for n in wanted)]
     if not allowed:  # the cases are no product
         return set(range(len(cases)))
     lacking = {(n, value) for n in wanted for value in wanted[n]}
+    lacking = lacking.difference(*(cases[i].items() for i in chosen))
     start = crc32(name.encode()) % len(allowed)
     order = allowed[start:] + allowed[:start]
     while lacking:

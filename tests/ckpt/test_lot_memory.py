@@ -85,7 +85,7 @@ def load(url: str, options: Options, shapes: Shapes, how: Placement | None) -> i
 @pytest.mark.parametrize(
     ("ranks", "shapes", "how"),
     [
-        (2, A_LOT_EACH, None),
+        pytest.param(2, A_LOT_EACH, None, marks=pytest.mark.slow),
         (4, A_LOT_EACH, None),
         (2, MORE, Shard(0)),
         pytest.param(2, A_LOT_EACH, Shard(0), marks=pytest.mark.slow),

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckpt
 from tests.kept_groups import kept
-from tests.selection import thorough
 
 SHAPES = ((7, 5), (8, 4), (3,), (1, 3), (0, 4), (5, 2, 3), (16, 8))
 WORLDS = (1, 2, 3, 4)
@@ -115,9 +115,20 @@ def load_every_way(folder: str, names: list[str]) -> int:
     return count
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("compress", [False, True], ids=["raw", "zstd"])
-@pytest.mark.parametrize("saving", [thorough(1), thorough(2), 3, thorough(4)])
+RUNS = {(1, True), (2, False), (3, False), (4, True)}
+"""The world sizes that save, and whether compressed: in CI. `make test` has the third."""
+
+
+def case(saving: int, compress: bool) -> Any:
+    run, how = (saving, compress), "zstd" if compress else "raw"
+    mark = pytest.mark.thorough if run in RUNS else pytest.mark.slow
+    marks = () if run == (3, False) else mark
+    return pytest.param(saving, compress, id=f"{saving}-{how}", marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("saving", "compress"), [case(*run) for run in product(WORLDS, (False, True))]
+)
 def test_every_layout_loads_into_every_layout_at_every_world_size(
     clusters: Callable, tmp_path: Path, saving: int, compress: bool
 ) -> None:

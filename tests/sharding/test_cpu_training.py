@@ -22,7 +22,7 @@ from tests.sharding import models
 CPU = torch.device("cpu")
 PLAIN = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-STEPS = 10
+STEPS = 4
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

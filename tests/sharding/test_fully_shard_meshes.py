@@ -218,7 +218,7 @@ def kept_on_two_ranks() -> None:
         for child in model:
             library.fully_shard(child, reshard_after_forward=2)
         library.fully_shard(model)
-        train(model, replica, [batch(step, 4, 7) for step in range(3)], exact=False)
+        train(model, replica, [batch(step, 4, 7) for step in range(2)], exact=False)
     model, replica = pair(partial(perceptrons, 7, 5))
     sharded(OURS, model, reshard_after_forward=2, mesh=init_device_mesh("cpu", (4,)))
 
@@ -281,7 +281,7 @@ def tensor_parallel_units(width: int, hidden: int, sequence: bool) -> None:
         copied = tensor_parallel(copy.deepcopy(model), tp, sequence)
         models.append(sharded(library, copied, mesh=dp))
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (*models, replica)]
-    for step in range(3):
+    for step in range(2):
         for optimizer in optimizers:
             optimizer.zero_grad()
         losses = []

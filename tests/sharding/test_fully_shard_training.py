@@ -42,7 +42,7 @@ def shard_all(model: nn.Module, **settings: object) -> nn.Module:
     return fully_shard(model, **settings)
 
 
-def steps(count: int = 3) -> list[torch.Tensor]:
+def steps(count: int = 2) -> list[torch.Tensor]:
     return [batch(step, 4, 7) for step in range(count)]
 
 
