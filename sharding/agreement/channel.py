@@ -461,7 +461,7 @@ class Channel(ABC):
         """Tells the other ranks."""
 
     def _say_called(self, call: Call) -> None:  # noqa: B027 - a channel without a warning needs none
-        """Tells the connected ranks that this rank has entered the call (`WaitWarning`)."""
+        """Tells the connected ranks that this rank has entered the call (rule 14)."""
 
 
 class FakeChannel(Channel):
