@@ -6,7 +6,6 @@ Real servers come from `tests/stores/fixtures.py`.
 """
 
 import gc
-import logging
 import os
 import signal
 import subprocess
@@ -276,29 +275,6 @@ def clusters(rank_servers: list[RankServer]) -> Iterator[Callable[[int], Cluster
         _running.pop(world_size).close()
 
 
-class _Records(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-
-@pytest.fixture
-def logged() -> Iterator[list[logging.LogRecord]]:
-    """What is logged from INFO on, record by record, in the place of pytest's `caplog`."""
-    root, handler = logging.getLogger(), _Records()
-    before = root.level
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
-    yield handler.records
-    root.setLevel(before)
-    root.removeHandler(handler)
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Give properties fewer examples in `make test`: see tests/selection.py."""
@@ -358,15 +334,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 case.add_marker(pytest.mark.thorough)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Let the garbage collector pass over all that is there now: it costs a second each time.
-
-    Without pytest's handlers of logs: six times a test they go through all loggers of all
-    libraries, which costs a millisecond.
-    """
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over all that is there now: it costs a second each time."""
     gc.enable()
     collect_garbage()
-    session.config.pluginmanager.unregister(name="logging-plugin")
 
 
 def pytest_runtest_logfinish() -> None:

@@ -132,19 +132,20 @@ def save_traced(trace: Path, *folders: Path) -> None:
 
 
 def test_records_of_the_log_have_the_fields_of_the_event(
-    tmp_path: Path, logged: list[logging.LogRecord]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     end = ckpt.events.log()
-    ckpt.save(tmp_path / "a", STATE)
+    with caplog.at_level(logging.INFO, ckpt.events.LOGGER):
+        ckpt.save(tmp_path / "a", STATE)
     end()
-    (record,) = logged
+    (record,) = caplog.records
     fields: dict[str, Any] = vars(record)
     assert (fields["ckpt_call"], fields["ckpt_nbytes"], fields["ckpt_rank"]) == (
         "ckpt.save",
         1200,
         0,
     )
-    assert "ckpt.save took " in record.getMessage()
+    assert "ckpt.save took " in record.message
 
 
 def save_on_ranks(folder: str) -> list[tuple[int, int, str, bool]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from contextlib import suppress
-from logging import LogRecord
 from pathlib import Path
 
 import numpy as np
@@ -60,16 +60,17 @@ def rows(count: int) -> torch.Tensor:
 )
 def test_names_that_fit_but_for_a_prefix_are_loaded_and_the_log_names_it(
     tmp_path: Path,
-    logged: list[LogRecord],
+    caplog: pytest.LogCaptureFixture,
     there: dict[str, torch.Tensor],
     here: tuple[str, ...],
 ) -> None:
     given = dict(zip(here, there.values(), strict=True))
     target = nest(**given)
-    ckpt.load(folder(tmp_path, **there), target)
+    with caplog.at_level(logging.INFO, "ckpt.load"):
+        ckpt.load(folder(tmp_path, **there), target)
     for name, tensor in given.items():
         assert torch.equal(target.state_dict()[name.replace("__", ".")], tensor)
-    assert any("is loaded by the names by rename={" in record.getMessage() for record in logged)
+    assert "is loaded by the names by rename={" in caplog.text
 
 
 def test_a_module_that_is_the_one_entry_of_a_dict_is_filled_too(tmp_path: Path) -> None:
@@ -156,16 +157,15 @@ def experts(count: int) -> dict[str, torch.Tensor]:
 
 
 def test_the_model_type_chooses_a_mapping_that_ships(
-    tmp_path: Path, logged: list[LogRecord]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     at = "model__layers__0__mlp__experts"
     target = nest(
         **{f"{at}__gate_up_proj": torch.zeros(2, 4, 3), f"{at}__down_proj": torch.zeros(2, 2, 3)}
     )
-    ckpt.load(folder(tmp_path / "a", "qwen3_moe", **experts(2)), target)
-    assert any(
-        "is loaded by mapping='qwenmoe-hf-stacked'" in record.getMessage() for record in logged
-    )
+    with caplog.at_level(logging.INFO, "ckpt.load"):
+        ckpt.load(folder(tmp_path / "a", "qwen3_moe", **experts(2)), target)
+    assert "is loaded by mapping='qwenmoe-hf-stacked'" in caplog.text
     given = list(experts(2).values())
     gate_up, down = target.state_dict().values()
     assert torch.equal(gate_up[1], torch.cat(given[3:5]))

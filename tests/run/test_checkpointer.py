@@ -14,7 +14,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from logging import LogRecord
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +39,6 @@ from tools.main import main
 
 def state_of(value: float) -> dict[str, Any]:
     return {"w": torch.full((4,), value), "seen": int(value)}
-
-
-def told(logged: list[LogRecord]) -> str:
-    """What runs have logged, line by line."""
-    return "\n".join(record.getMessage() for record in logged if record.name == "ckpt.run")
 
 
 def train(run: ckpt.Checkpointer, state: dict[str, Any], steps: range, **more: Any) -> list[int]:
@@ -420,13 +414,13 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(tmp_path: Path) -> None:
 
 
 def test_a_restore_logs_the_step_that_it_took_or_that_there_was_none(
-    tmp_path: Path, logged: list[LogRecord]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with ckpt.Checkpointer(tmp_path, every_steps=1) as run:
+    with caplog.at_level("INFO", "ckpt.run"), ckpt.Checkpointer(tmp_path, every_steps=1) as run:
         assert run.restore(state_of(0)) is None
         run.save(1, state_of(1))
         assert run.restore(state_of(0)) == 1
-    assert told(logged).splitlines() == [
+    assert caplog.messages == [
         f"{tmp_path}: no checkpoint to restore, the run begins",
         f"{tmp_path}: restored step 1 from {tmp_path}/step-1",
     ]
@@ -557,7 +551,7 @@ def test_a_damaged_manifest_takes_nobody_s_place_and_stays(tmp_path: Path) -> No
 
 
 def test_a_handler_of_the_user_still_gets_its_signal_and_the_save_is_told(
-    tmp_path: Path, logged: list[LogRecord]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
@@ -567,7 +561,7 @@ def test_a_handler_of_the_user_still_gets_its_signal_and_the_save_is_told(
             assert run.save(1, state_of(1))
             assert run.reached_preemption()
             assert run.latest_step() == 1
-            assert told(logged).splitlines() == [f"{tmp_path}: step 1 is saved after SIGUSR1"]
+            assert caplog.messages == [f"{tmp_path}: step 1 is saved after SIGUSR1"]
             assert not run.save(2, state_of(2))
         os.kill(os.getpid(), signal.SIGUSR1)
         assert seen == [signal.SIGUSR1] * 2
@@ -658,7 +652,7 @@ def failing_loop(
 
 @pytest.mark.parametrize("error", [ValueError("in the loop"), KeyboardInterrupt(), SystemExit(1)])
 def test_an_exception_of_the_loop_saves_the_last_step_if_no_optimizer_has_begun_another(
-    tmp_path: Path, error: BaseException, logged: list[LogRecord]
+    tmp_path: Path, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     hooks = len(optimizer._global_optimizer_pre_hooks)
     weights, ended = failing_loop(str(tmp_path / "a"), error, "before")
@@ -669,9 +663,9 @@ def test_an_exception_of_the_loop_saves_the_last_step_if_no_optimizer_has_begun_
         assert run.restore(state) == 3
     assert (state["step"], model.weight.flatten().tolist()) == (3, weights)
     assert ckpt.run_steps(tmp_path / "a")[0].metrics == {"loss": 3.0}
-    assert f"step 3 is saved after {ended}" in told(logged)
+    assert f"step 3 is saved after {ended}" in caplog.text
     assert failing_loop(str(tmp_path / "b"), error, "after")[1] == ended
-    assert f"step 3 is not saved after {ended}: the next one had begun" in told(logged)
+    assert f"step 3 is not saved after {ended}: the next one had begun" in caplog.text
     assert not (tmp_path / "b").exists()
     assert failing_loop(str(tmp_path / "c"), error, "saved", every_steps=1)[1] == ended
     assert [one.step for one in ckpt.run_steps(tmp_path / "c")] == [3, 2, 1]
@@ -679,7 +673,7 @@ def test_an_exception_of_the_loop_saves_the_last_step_if_no_optimizer_has_begun_
 
 
 def test_an_optimizer_whose_steps_nobody_hears_of_is_not_saved_after_an_exception(
-    tmp_path: Path, logged: list[LogRecord]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = torch.nn.Linear(2, 1)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -692,7 +686,7 @@ def test_an_optimizer_whose_steps_nobody_hears_of_is_not_saved_after_an_exceptio
 
     with pytest.raises(ValueError, match="in the loop"):
         loop()
-    assert "step 1 is not saved" in told(logged)
+    assert "step 1 is not saved" in caplog.text
     assert ckpt.run_steps(tmp_path) == []
 
 

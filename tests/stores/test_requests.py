@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from logging import LogRecord
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +101,13 @@ def test_events_of_a_disk_have_no_requests(tmp_path: Path) -> None:
 
 
 def test_a_line_of_the_log_has_the_numbers_of_requests(
-    tmp_path: Path, logged: list[LogRecord]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     end = ckpt.events.log()
-    ckpt.save(f"memory://{tmp_path.name}/a", state())
+    with caplog.at_level("INFO", "ckpt.events"):
+        ckpt.save(f"memory://{tmp_path.name}/a", state())
     end()
-    line = logged[-1]
+    line = caplog.records[-1]
     assert " requests" in line.getMessage()
     assert all(isinstance(one, Requests) for one in vars(line)["ckpt_requests"].values())
 
