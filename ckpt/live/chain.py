@@ -26,14 +26,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
 from ckpt.errors import ExistsError
 from ckpt.plan.save_plan import SavePlan
-from ckpt.saving.agreement import pack_summary, unpack_summary
-from ckpt.saving.writers import ArenaWriter
 from ckpt.stores.store import (
     LIVE_VERSION,
     Options,
@@ -44,13 +42,16 @@ from ckpt.stores.store import (
     place_elsewhere,
 )
 from ckpt.transfer.live_deltas import WIDTHS, Area, make_delta
-from ckpt.transfer.write_job import STEP_BYTES, call_message
+from ckpt.transfer.write_job import STEP_BYTES, call_message, pack_summary, unpack_summary
 from formats.errors import FormatError
 from formats.limits import decode_object
 from formats.native.manifest import MANIFEST, ShardFile, checked_body, load, with_digest
 from formats.native.shard import ShardSummary
 from formats.storage import in_place
 from sharding.agreement.ranks import Ranks, result_or_error
+
+if TYPE_CHECKING:  # the writer process imports this module, and no torch
+    from ckpt.saving.writers import ArenaWriter
 
 _log = logging.getLogger("ckpt.live")
 

@@ -35,8 +35,6 @@ from ckpt.saving.agreement import (
     StoredDtypes,
     agree_on_attempt,
     manifest_of,
-    pack_summary,
-    unpack_summary,
 )
 from ckpt.saving.arena import Arena
 from ckpt.saving.background import SaveHandle, begin
@@ -44,7 +42,7 @@ from ckpt.saving.staging import COPIED
 from ckpt.saving.writers import ArenaWriter, Fill, new_arena
 from ckpt.stores.addresses import MOST_VERSION, NAME
 from ckpt.stores.store import Options
-from ckpt.transfer.write_job import Ring, call_message
+from ckpt.transfer.write_job import Ring, call_message, pack_summary, unpack_summary
 from formats.native.manifest import MANIFEST, dump
 from formats.native.shard import ShardSummary
 from sharding.agreement.call_events import pause_collection

@@ -94,7 +94,7 @@ def follow(
     >>> import ckpt, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with ckpt.Checkpointer(folder, every_steps=1) as run:
-    ...         versions = ckpt.follow(folder, timeout=60)
+    ...         versions = ckpt.follow(folder, timeout=60, look_seconds=0.1)
     ...         for step in (1, 2):
     ...             _ = run.save(step, {"w": torch.ones(2)})
     ...             run.wait_until_finished()

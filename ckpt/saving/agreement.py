@@ -35,7 +35,7 @@ from ckpt.transfer.bases import bases_used, check_unused, folder_beside
 from ckpt.transfer.commit import check_no_link, check_no_other, commit, is_not_there, now
 from ckpt.transfer.facts import Beside
 from ckpt.transfer.replica_hashes import WAYS, ReplicaHashes, Replicas, format_names
-from ckpt.transfer.write_job import Compress, WriteJob
+from ckpt.transfer.write_job import Compress, WriteJob, pack_summary, unpack_summary
 from formats.native.manifest import MANIFEST, NONFINITE, SAVE_SECONDS, WRITER_KEYS, Base, Manifest
 from formats.native.shard import ShardSummary
 from sharding.agreement.ranks import HASH_BITS, Ranks, result_or_error
@@ -315,25 +315,6 @@ def _differing(ranks: Ranks, merged: MergedState, hashes: ReplicaHashes) -> list
             stacklevel=4,
         )
     return names
-
-
-def pack_summary(summary: ShardSummary | None) -> bytes:
-    """Returns the manifest's facts about a rank's file as bytes; empty without a file."""
-    if summary is None:
-        return b""
-    s = summary
-    sizes = f"{s.size} {s.header_bytes} {s.table_bytes} {s.digest}"
-    counted = "" if s.nonfinite is None else f" nonfinite={s.nonfinite}"
-    return (f"{sizes} {s.used:x} {s.base_digest}{counted}" if s.used else sizes + counted).encode()
-
-
-def unpack_summary(record: bytes) -> ShardSummary:
-    """Returns the facts that `pack_summary` made into bytes."""
-    text, _, counted = record.decode().partition(" nonfinite=")
-    size, header, table, digest, *borrowed = text.split()
-    used, base_digest = (int(borrowed[0], 16), borrowed[1]) if borrowed else (0, "")
-    sizes, count = (int(size), int(header), int(table)), int(counted) if counted else None
-    return ShardSummary(*sizes, digest, used, base_digest=base_digest, nonfinite=count)
 
 
 def finish(

@@ -296,3 +296,22 @@ def make_sealed(
     advance(nbytes)
     header, _ = raw_header([OutgoingTensor(item.name, item.shape, item.dtype) for item in items])
     return Sealed(header, b"".join(records), nbytes)
+
+
+def pack_summary(summary: ShardSummary | None) -> bytes:
+    """Returns the manifest's facts about a rank's file as bytes; empty without a file."""
+    if summary is None:
+        return b""
+    s = summary
+    sizes = f"{s.size} {s.header_bytes} {s.table_bytes} {s.digest}"
+    counted = "" if s.nonfinite is None else f" nonfinite={s.nonfinite}"
+    return (f"{sizes} {s.used:x} {s.base_digest}{counted}" if s.used else sizes + counted).encode()
+
+
+def unpack_summary(record: bytes) -> ShardSummary:
+    """Returns the facts that `pack_summary` made into bytes."""
+    text, _, counted = record.decode().partition(" nonfinite=")
+    size, header, table, digest, *borrowed = text.split()
+    used, base_digest = (int(borrowed[0], 16), borrowed[1]) if borrowed else (0, "")
+    sizes, count = (int(size), int(header), int(table)), int(counted) if counted else None
+    return ShardSummary(*sizes, digest, used, base_digest=base_digest, nonfinite=count)
