@@ -615,7 +615,7 @@ MUTATIONS = (
     ),
     Mutation(
         "live: a lease over the socket ends with its connection",
-        "                self._host.release(name, [key])\n",
+        "                self._host.release(client.leases)\n",
         "                pass\n",
         "live/control",
     ),
@@ -662,10 +662,10 @@ MUTATIONS = (
         "live/table",
     ),
     Mutation(
-        "live: a lease has a name",
-        "if lease is None or lease.name != name:",
-        "if lease is None:",
-        "live/table",
+        "live: a server has one name over HTTP",
+        "        if name != self.table.name:\n            raise unknown_name(name)\n        if not rest:",
+        "        if not rest:",
+        "live/server",
     ),
     Mutation(
         "live: a retired version has no files",
@@ -675,8 +675,8 @@ MUTATIONS = (
     ),
     Mutation(
         "live: the newest number does not fall",
-        "found.newest = max(version, -1 if found.newest is None else found.newest)",
-        "found.newest = version",
+        "self._newest = max(version, self._newest)",
+        "self._newest = version",
         "live/table",
     ),
     Mutation(
