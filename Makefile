@@ -1,5 +1,5 @@
 # Every target builds the environment it needs. `make demo` and `make test` work as the first
-# command typed on a fresh clone; the first one takes a minute to install, later ones start at once.
+# command typed on a fresh clone; the first one installs for a minute or two, later ones start at once.
 #
 #   make PYTHON=python3.12 test        another Python (the environment is built once: `make clean`)
 #   make PYTHON=python3 test-gpu       the Python and torch that are there, no environment: so does
@@ -53,9 +53,9 @@ help:
 	@echo 'make clean      remove the environment and every cache'
 
 $(STAMP): pyproject.toml constraints.txt
-	@echo 'Building $(VENV) with $(PYTHON), once: about a minute.'
+	@echo 'Building $(VENV) with $(PYTHON), once: a minute or two.'
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile $(PIP_ARGS) -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[test]'
 	@touch $@
 
 demo: $(STAMP)
