@@ -25,9 +25,12 @@ class Interrupt:
         self.at, self.seen, self.where = at, 0, ""
         self._first = first
         self._has_begun = False
+        # Python 3.11 has no reference to the function while it allocates the frame's object. There
+        # the collector may run: an interrupt of a finalizer would free the function before its use.
+        self._function = self._passed
 
     def __enter__(self) -> "Interrupt":
-        sys.setprofile(self._passed)
+        sys.setprofile(self._function)
         return self
 
     def __exit__(self, *exc: object) -> None:
