@@ -11,8 +11,9 @@ the test. Rules:
    every case. Of a test with the mark `wide`, a product that takes long, it has each value of each
    parameter at least once.
 3. The rest has the mark `slow`.
-4. A test that has the mark `thorough` by hand is none of `make test`. A parameter with the mark
-   `thorough` or `slow` takes no part in this.
+4. A test that has the mark `thorough` by hand, or whose file has it, is none of `make test`: most
+   tests of what goes wrong beside a server are so. A parameter with the mark `thorough` or `slow`
+   takes no part in this.
 5. A property has a fifth of its examples in `make test`, and so have a few tests of their trials.
 
 The choice depends on the name of the test and the values, and on nothing else.

@@ -28,7 +28,7 @@ from formats.safetensors.file import build
 from formats.storage import Buffer
 from formats.zip_plan import Member, zip_parts
 from tests.formats.written import bytes_of
-from tests.selection import examples
+from tests.selection import examples, slow
 
 KINDS = ("ckpt", "zstd", "torch", "safetensors")
 
@@ -253,7 +253,7 @@ def test_a_damaged_source_is_an_error_and_no_file_appears(tmp_path: Path, in_ord
     not Path("/proc/self/clear_refs").exists(),
     reason="no clear_refs, by which Linux resets the peak of memory",
 )
-@pytest.mark.parametrize("name", ["c.safetensors", "c.pt", "c", "zstd"])
+@pytest.mark.parametrize("name", ["c.safetensors", slow("c.pt"), slow("c"), "zstd"])
 def test_memory_and_writes_do_not_grow_with_a_tensor(tmp_path: Path, name: str) -> None:
     mib = 160
     header = build([("w", "F32", (mib << 18,), mib << 20)], {})

@@ -347,6 +347,7 @@ def test_what_is_loaded_is_the_newest_sound_one_up_to_what_was_asked_for(
                 ckpt.latest(run, verify=True)
 
 
+@pytest.mark.thorough
 def test_in_a_bucket_it_goes_back_as_on_a_disk(moto: Server) -> None:
     run, told = moto.url("fallback"), dict(moto.options)
     for step in (1, 2, 10):

@@ -408,6 +408,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_open_is_an_error_that_says_so(
         assert torch.equal(checkpoint["w"][5], value((8, 8))[5])  # of a chunk that was kept
 
 
+@pytest.mark.thorough
 def test_rows_on_a_server_are_read_in_one_call_and_their_chunks_are_kept(
     moto: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,7 @@ def test_the_start_of_a_large_file_is_sent_last(
     assert content_of(store, "large") == start + CONTENT[nbytes:]
 
 
+@pytest.mark.thorough
 @pytest.mark.costly
 @pytest.mark.parametrize("rewritable", [False, True])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
@@ -246,6 +247,7 @@ def test_a_bucket_with_object_lock_takes_files_with_checksums(
     assert ckpt.verify(url, storage_options=options).sound
 
 
+@pytest.mark.thorough
 def test_an_upload_that_a_rule_of_the_bucket_has_aborted_is_a_named_error(
     store: Store, proxy: FaultProxy
 ) -> None:
@@ -314,6 +316,7 @@ def test_what_passes_is_tried_again(store: Store, proxy: FaultProxy, seed: int) 
     assert proxy.faults()
 
 
+@pytest.mark.thorough
 def test_an_answer_that_is_short_each_time_is_an_error(hurried: Store, proxy: FaultProxy) -> None:
     put(hurried, "data", b"abc" * 1000)
     proxy.schedule = times(100, Fault.SHORT_ANSWER, asks("GET"))
@@ -336,6 +339,7 @@ def test_a_server_that_is_away_for_a_while_is_waited_for(store: Store, proxy: Fa
     assert content_of(store, "large") == CONTENT
 
 
+@pytest.mark.thorough
 def test_an_answer_that_never_comes_is_asked_for_again(proxy: FaultProxy, tmp_path: Path) -> None:
     options = {**proxy.server.options, "config_kwargs": {"read_timeout": 1}}
     store = open_store(proxy.server.url(f"{tmp_path.name}/step 1"), options)
@@ -471,6 +475,7 @@ def test_a_range_is_read_with_one_request_and_no_byte_more(store: Store, proxy: 
     assert [one.sent_bytes for one in proxy.seen] == [1000, len(CONTENT)]
 
 
+@pytest.mark.thorough
 def test_names_of_any_letters_are_kept(store: Store) -> None:
     names = sorted(["a b", "a+b", "100%", "ü", "a&b=c", "a?b", "a#b", "~", "(1)", "x=y"])
     for name in names:

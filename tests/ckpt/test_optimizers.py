@@ -690,6 +690,7 @@ def load_zero_redundancy(folder: str) -> tuple[Packed, list[float]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("saving", "loading"), [(2, 3), pytest.param(3, 2, marks=pytest.mark.thorough)]
 )

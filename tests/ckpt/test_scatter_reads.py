@@ -60,6 +60,7 @@ def load(url: str, options: Options, how: tuple[Placement, ...] | None) -> int:
     return sum(read)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("saved", "loaded", "how"),
     [

@@ -82,6 +82,7 @@ def digests(place: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("how", "blocking"),
     [

@@ -185,6 +185,7 @@ def test_chunks_may_be_larger_than_a_read(native, monkeypatch):
     assert len(verify(native).problems) == 1
 
 
+@pytest.mark.thorough
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
     save(tmp_path / "c", {"w": torch.zeros(24 << 20), "v": torch.zeros(8 << 20)})
     verify(tmp_path / "c")  # what is imported stays

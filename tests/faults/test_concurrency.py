@@ -209,6 +209,7 @@ def test_of_jobs_that_overwrite_one_place_one_is_there_whole(jobs: Jobs, place: 
     assert place.files() == belonging(place)
 
 
+@pytest.mark.thorough
 @pytest.mark.costly
 @pytest.mark.parametrize(
     ("command", "allowed"),

@@ -38,6 +38,7 @@ def test_a_pinwheel_that_no_straight_cut_takes_apart_is_a_tiling() -> None:
         check_tiling("w", (3, 3), wheel[:-1])
 
 
+@pytest.mark.thorough
 def test_a_tensor_in_many_rows_and_columns_is_checked_quickly() -> None:
     grid = [Box((i, j), (i + 1, j + 1)) for i in range(200) for j in range(200)]
     check_tiling("w", (200, 200), grid)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import zipfile
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -65,6 +66,7 @@ def test_a_zip_without_tensors_is_one_literal() -> None:
     assert [type(part) for part in parts] == [bytes, OutgoingTensor, Late, bytes, Late]
 
 
+@pytest.mark.thorough
 def test_more_records_than_16_bits_count_are_in_the_directory() -> None:
     plan = FilePlan("f", zip_parts(Member(str(number), b"") for number in range(70_000)))
     with zipfile.ZipFile(io.BytesIO(b"".join(bytes_of(plan)))) as found:

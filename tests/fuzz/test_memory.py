@@ -83,6 +83,7 @@ def test_a_step_of_a_pickle_takes_no_more_than_is_promised(what: str) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_a_record_of_a_zip_takes_no_more_than_is_promised() -> None:
     target = io.BytesIO()
     with zipfile.ZipFile(target, "w") as archive:

@@ -127,6 +127,7 @@ def test_every_dtype_and_stride_is_staged_to_the_bit(tmp_path: Path, device: str
     assert differing(ckpt.load(tmp_path / "c", like(state, device)), state) == []
 
 
+@pytest.mark.thorough
 def test_states_of_all_sizes_are_staged_one_after_the_other(tmp_path: Path, device: str) -> None:
     """The memory that is shared with the writer is mapped anew, and page-locked anew."""
     wanted: list[Leaves] = []

@@ -57,6 +57,7 @@ def ask() -> Iterator[Ask]:
         process.wait(10)
 
 
+@pytest.mark.thorough
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_overlaps_and_the_pieces_of_a_job_are_those_of_python(

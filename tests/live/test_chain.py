@@ -33,6 +33,8 @@ from tests.live.layouts import spread
 from tests.live.offered import RUNTIME
 from tests.selection import thorough
 
+pytestmark = pytest.mark.thorough
+
 SECONDS = 60
 ROWS, COLUMNS = 700, 1024
 """More than one frame, and rows that do not divide evenly."""

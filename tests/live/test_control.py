@@ -43,6 +43,8 @@ from tests.live.hosts import (
     until,
 )
 
+pytestmark = pytest.mark.thorough
+
 
 def test_a_reader_of_the_same_host_gets_the_memory_itself(hosts: Hosts) -> None:
     server = hosts.start()

@@ -23,6 +23,8 @@ from ckpt.loading import agreement
 from tests.garbage import collect_garbage
 from tests.live.offered import RUNTIME, Offer, offered
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:

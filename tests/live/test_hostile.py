@@ -41,6 +41,8 @@ from tests.live.hosts import (
 )
 from tests.selection import examples
 
+pytestmark = pytest.mark.thorough
+
 SECONDS = 60
 ROUTES = [
     ("GET", "/policy"),

@@ -271,6 +271,7 @@ rearrange = "a b c -> c b a"
 """
 
 
+@pytest.mark.thorough
 def test_other_names_and_fused_tensors_get_the_differences(
     sockets: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,6 +327,7 @@ def deltas_of_a_load(url: str, runtime: str) -> int:
     return asked.call_count
 
 
+@pytest.mark.thorough
 def test_a_version_of_which_all_has_changed_is_read_whole_after_one_small_delta(
     clusters: Callable[[int], Any], sockets: dict[str, str]
 ) -> None:

@@ -24,6 +24,8 @@ from sharding.agreement.ranks import result_or_error
 from tests.garbage import collect_garbage
 from tests.live.offered import RUNTIME, Offer, offered
 
+pytestmark = pytest.mark.thorough
+
 PLACES = ("here", "elsewhere")
 ROWS = 60_000
 

@@ -314,6 +314,7 @@ def pair(hosts: Hosts, monkeypatch: pytest.MonkeyPatch, tmp_path_factory) -> lis
     return [one, two]
 
 
+@pytest.mark.thorough
 def test_copies_of_files_are_served_by_the_server_that_got_them(
     hosts: Hosts, pair: list[HostServer]
 ) -> None:

@@ -22,7 +22,7 @@ from tests.conftest import Cluster
 from tests.selection import thorough
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("default")]
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,

@@ -50,6 +50,7 @@ with ckpt.Checkpointer(sys.argv[1], every_steps=1, signals=(), keep=ckpt.Keep(la
 """
 
 
+@pytest.mark.thorough
 def test_a_job_that_lives_on_beside_a_newer_one_ends_with_an_error_that_names_the_newer(
     programs: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -286,6 +286,7 @@ def train(model: nn.Module, steps: int = 3, width: int = 8) -> list[torch.Tensor
     return found
 
 
+@pytest.mark.thorough
 def test_e02_a_model_from_meta_trains_with_a_real_cast_in_the_second_hook(
     clusters: Clusters,
 ) -> None:
@@ -439,6 +440,7 @@ def one_hook_too_few() -> None:
             model(my_input())
 
 
+@pytest.mark.thorough
 def test_e05_one_hook_without_the_other_is_refused(clusters: Clusters) -> None:
     clusters(2).run(one_hook_too_few)
 
@@ -520,6 +522,7 @@ def shard_the_second_dimension() -> None:
     same(trained[0], trained[-1], "second dimension")
 
 
+@pytest.mark.thorough
 def test_pairs_train_as_with_torch_when_sharded_on_another_dimension(clusters: Clusters) -> None:
     clusters(2).run(shard_the_second_dimension)
 
@@ -632,6 +635,7 @@ def accumulate() -> None:
     same(found[0], found[-1], "accumulated")
 
 
+@pytest.mark.thorough
 def test_gradients_of_pairs_add_up_as_with_torch(clusters: Clusters) -> None:
     clusters(2).run(accumulate)
 

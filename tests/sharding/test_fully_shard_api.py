@@ -413,6 +413,7 @@ def reduced_further() -> None:
     assert model.spare.weight.grad is None
 
 
+@pytest.mark.thorough
 def test_a_hook_reduces_gradients_over_further_ranks(clusters: Callable) -> None:
     clusters(4).run(reduced_further)
 
@@ -626,6 +627,7 @@ def other_ways_in() -> None:
         train(model, replica, steps(1), exact=False)
 
 
+@pytest.mark.thorough
 def test_other_methods_gather_as_forward_does(clusters: Callable) -> None:
     clusters(2).run(other_ways_in)
     clusters(2).run(nested_ways_in)

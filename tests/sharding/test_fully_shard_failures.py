@@ -172,6 +172,7 @@ def convert_a_part() -> None:
     assert model(torch.ones(2, 4)).dtype == torch.float32
 
 
+@pytest.mark.thorough
 def test_a_unit_of_which_a_part_was_cast_is_an_error_and_not_cast_back(clusters: Callable) -> None:
     clusters(2).run(convert_a_part)
 
@@ -303,6 +304,7 @@ def one_leaves(where: str) -> float:
     raise AssertionError("nobody was missed")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", [thorough("dies before forward"), "dies before backward"])
 def test_a_rank_that_dies_ends_the_others_with_an_error(
     doomed_cluster: Callable, where: str

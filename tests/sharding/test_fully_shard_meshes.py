@@ -33,6 +33,7 @@ import sharding
 from sharding.describe.dtensor import describe
 from sharding.layout import Mesh
 from tests.old_torch import TORCH_TRAINS_ON_CPU
+from tests.selection import slow
 
 Library = SimpleNamespace
 OURS: Library = sharding  # type: ignore[assignment]
@@ -311,7 +312,7 @@ def tensor_parallel_units(width: int, hidden: int, sequence: bool) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
+@pytest.mark.parametrize("sequence", [slow(False), True], ids=["plain", "sequence"])
 def test_tensor_parallel_layers_are_sharded_further_as_torchs(
     clusters: Callable, sequence: bool
 ) -> None:
@@ -362,6 +363,7 @@ def tensor_parallel_replicas() -> None:
     assert_values(model, replica)
 
 
+@pytest.mark.thorough
 def test_tensor_parallel_layers_have_replicas_of_shards(clusters: Callable) -> None:
     clusters(4).run(tensor_parallel_replicas)
 
@@ -415,6 +417,7 @@ def on_both_dimensions() -> None:
             assert_as_torchs(trained[0], trained[-1])
 
 
+@pytest.mark.thorough
 def test_a_parameter_is_cut_twice_along_one_dimension_or_two(clusters: Callable) -> None:
     clusters(4).run(on_both_dimensions)
 

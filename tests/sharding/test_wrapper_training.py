@@ -326,6 +326,7 @@ def train_checkpointed(place: str, reentrant: bool, strategy: str, use_orig_para
         assert_equal(dict(zip(names, found.values(), strict=True)), copies(replica))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])

@@ -23,6 +23,8 @@ from tests.stores.faults import TRANSIENT, Fault, Request, dead_between, nth, on
 from tests.stores.places import GCS, SERVERS, Place, place_at
 from tests.stores.server import Server
 
+pytestmark = pytest.mark.thorough
+
 DEADLINE_SECONDS = 4
 """After which a store gives up, here."""
 ANSWER_SECONDS = 2
@@ -322,7 +324,7 @@ def test_a_compressed_record_is_read_again(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("way", ["convert", "load", "verify", "diff"])
+@pytest.mark.parametrize("way", ["convert", "load", slow("verify"), slow("diff")])
 def test_a_record_that_several_calls_read_is_read_again_from_the_begin(
     place: Place,
     proxy: FaultProxy,

@@ -21,6 +21,8 @@ from tests.stores.fault_proxy import FaultProxy, Seen
 from tests.stores.faults import Fault, nth
 from tests.stores.server import Server
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(params=["moto", slow("radosgw"), slow("azurite")])
 def proxy(request: pytest.FixtureRequest, servers: Callable[[str], Server]) -> Iterator[FaultProxy]:

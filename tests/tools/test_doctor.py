@@ -176,6 +176,7 @@ def test_what_cannot_be_removed_is_named(proxy: FaultProxy, run: Run, permission
             client.delete_object(**key)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [thorough(9), 34, thorough(58)])
 def test_an_interrupt_leaves_nothing_behind(proxy: FaultProxy, run: Run, number: int) -> None:
     def interrupt(one: Request) -> Fault | None:
@@ -192,6 +193,7 @@ def test_an_interrupt_leaves_nothing_behind(proxy: FaultProxy, run: Run, number:
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.thorough
 def test_versions_and_rules_of_a_bucket_are_told_and_no_version_is_left(
     proxy: FaultProxy, run: Run
 ) -> None:
