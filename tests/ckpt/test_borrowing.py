@@ -69,6 +69,7 @@ def edits(draw: st.DrawFn) -> list[tuple[str, int]]:
     return [(name, at % max(1, torch.Size(SIZES[name]).numel())) for name, at in found]
 
 
+@pytest.mark.thorough
 @seeded
 @given(
     steps=st.lists(edits(), min_size=1, max_size=5),

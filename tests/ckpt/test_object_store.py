@@ -31,6 +31,8 @@ from tests.stores.fault_proxy import FaultProxy
 from tests.stores.faults import Fault, Refusal, Request, dead_between, once, seeded, times
 from tests.stores.server import Server, s3_client
 
+pytestmark = pytest.mark.thorough
+
 PART = 5 << 20
 """The parts of a file where memory is short."""
 CONTENT = random.Random(0).randbytes(3 * PART + 1234)

@@ -370,6 +370,7 @@ def load_whole(folder: str) -> tuple[str, bool]:
     return str(error.value), not target["w"].any()
 
 
+@pytest.mark.thorough
 def test_processes_that_save_without_a_group_get_one_whole_checkpoint_and_errors(
     clusters: Callable, programs: Callable[..., Program], tmp_path: Path
 ) -> None:

@@ -31,6 +31,8 @@ from tests.stores.faults import Fault, Request, nth
 from tests.stores.server import Server
 from tools.main import main
 
+pytestmark = pytest.mark.thorough
+
 SERVE = """
 import sys
 from pathlib import Path

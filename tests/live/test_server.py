@@ -31,6 +31,8 @@ from tests.live.hosts import (
     until,
 )
 
+pytestmark = pytest.mark.thorough
+
 AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
 
 

@@ -358,6 +358,7 @@ def whole_weight(model: nn.Sequential) -> torch.Tensor:
     return weight
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["on the local tensor", "on what to_local returns"])
 def test_e03_hooks_set_on_plain_tensors_after_to_empty(clusters: Clusters, where: str) -> None:
     clusters(2).run(train_patched, where)

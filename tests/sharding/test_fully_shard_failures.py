@@ -156,6 +156,7 @@ def drop_gradients(held_by: str) -> None:
     assert_equal(model, replica)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("held_by", ["extensions", "replicas"])
 def test_an_error_in_backward_drops_all_gradients_outside_the_shards(
     clusters: Callable, held_by: str

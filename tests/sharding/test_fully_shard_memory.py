@@ -113,6 +113,7 @@ def whole_at_once() -> dict[str, tuple[int, int]]:
     return most
 
 
+@pytest.mark.thorough
 def test_no_more_than_two_units_are_whole_at_once(clusters: Callable) -> None:
     for most in clusters(2).run(whole_at_once):
         assert most["freed"] == most["default"]
